@@ -1,0 +1,317 @@
+"""The cache and its parts: abstract, documented, no logic.
+
+A part is a small object that answers questions about positions, tokens or blocks; `BlockKVCache` is the one
+place where parts meet. Parts import only `kvframe.interfaces`, `kvframe.types` and `kvframe.errors`.
+
+Shape legend: T tokens of a step, R requests, Hq query heads, Hkv KV heads, Dk/Dv key/value size,
+G tokens of a sealing group, `...` any leading shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvframe.types import CacheStats, LayerSpec, Match, PlaneSpec, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvframe.storage import LayerStorage
+
+API = 1  # version of these interfaces; a plugin states the one it was written for
+
+
+class CacheRequest(Protocol):
+    """What a cache may know of a request: a name and the token ids that exist so far."""
+
+    id: str
+    salt: str
+    keep: Any
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n]: prompt and output so far."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one composition, as `conflicts` sees them."""
+
+    layout: Layout
+    index: PrefixIndex
+    eviction: Eviction
+    retention: Retention
+    codec: Codec
+    layers: tuple[LayerSpec, ...]
+    max_len: int
+
+
+class Part(ABC):
+    """Base of every part.
+
+    Attributes:
+        exact: True when the part never changes an output token (see docs/strategies.md).
+    """
+
+    exact: bool = True
+
+    def conflicts(self, others: Parts) -> list[str]:
+        """Reasons why this part cannot work with the others; each names the override that fixes it."""
+        return []
+
+
+class Layout(Part):
+    """How a request gets slots: a rule for the size of a block."""
+
+    @abstractmethod
+    def block_size(self, max_len: int) -> int:
+        """Slots per block for requests of at most `max_len` tokens."""
+
+
+class Retention(Part):
+    """Which positions a query may still see, and which are dead.
+
+    Pure: the answers depend on the arguments only, and `dead` is monotone in `num_computed`: what is dead
+    stays dead. Compared by value: layers whose `for_layer` are equal share a layer group.
+
+    Attributes:
+        window, sinks: when `kernel_mask` is True the mask is exactly
+            `k <= q and (window is None or q - k < window or k < sinks)`, which is what fast kernels know.
+        kernel_mask: False sends attention to the `reference` kernel, which asks `visible`.
+        forgets: False promises that `dead` is False everywhere.
+    """
+
+    window: int | None = None
+    sinks: int = 0
+    kernel_mask: bool = True
+    forgets: bool = True
+
+    @property
+    def name(self) -> str:
+        """Short name of a layer group under this rule, for tables."""
+        return "full" if self.window is None else f"window={self.window}"
+
+    @abstractmethod
+    def for_layer(self, layer: LayerSpec) -> Retention:
+        """The rule for one layer: combines this rule with what the model itself says."""
+
+    @abstractmethod
+    def visible(self, q_pos: np.ndarray, k_pos: np.ndarray) -> np.ndarray:
+        """Boolean mask, broadcast over `q_pos` and `k_pos`: may the query see the key? Causal included."""
+
+    @abstractmethod
+    def dead(self, start: int, stop: int, num_computed: int) -> np.ndarray:
+        """Boolean [stop - start]: positions that no query at `>= num_computed` can see."""
+
+
+class Eviction(Part):
+    """Which unused cached block goes first. Host state only; used by a PrefixIndex."""
+
+    @abstractmethod
+    def on_insert(self, node: Any) -> None: ...
+
+    @abstractmethod
+    def on_hit(self, node: Any) -> None: ...
+
+    @abstractmethod
+    def on_remove(self, node: Any) -> None: ...
+
+    @abstractmethod
+    def victims(self, n: int, evictable: Sequence[Any]) -> list[Any]:
+        """At most n of the evictable nodes, the first to go first."""
+
+
+class PrefixIndex(Part):
+    """Finds KV that is already there for a token prefix. Holds block ids, never tensors."""
+
+    @abstractmethod
+    def attach(self, block_size: int, groups: Sequence[Retention], eviction: Eviction) -> None:
+        """Called once by the cache before anything else."""
+
+    @abstractmethod
+    def match(self, request: CacheRequest, limit: int) -> Match:
+        """The longest usable prefix of at most `limit` tokens. Does not change the index."""
+
+    @abstractmethod
+    def pending(self, request: CacheRequest) -> int:
+        """Leading tokens that a running request is computing right now."""
+
+    @abstractmethod
+    def lock(self, match: Match) -> None:
+        """The matched path is in use: recency is updated and it is not evicted until `unlock`."""
+
+    @abstractmethod
+    def unlock(self, match: Match) -> None: ...
+
+    @abstractmethod
+    def insert(self, request: CacheRequest, blocks: Sequence[np.ndarray], length: int) -> Sequence[np.ndarray]:
+        """Publishes the complete blocks among the first `length` tokens.
+
+        `blocks` is the request's table, per layer group. Answers the table that the request should hold
+        from now on: where an equal block was already published, the canonical one.
+        """
+
+    @abstractmethod
+    def published(self, group: int) -> np.ndarray:
+        """int32 ids of the blocks of one layer group that the index holds."""
+
+    @abstractmethod
+    def evict(self, need: Sequence[int], unused: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Gives up blocks so that each group g gets `need[g]` of them back.
+
+        `unused[g]` is a boolean array over the block ids of group g that no request holds. Answers, per
+        group, the ids that the index no longer holds.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets everything."""
+
+
+class Codec(Part):
+    """How K or V vectors are stored.
+
+    Append-only: a token (or a full group of tokens) is encoded once, from itself alone.
+
+    Attributes:
+        group: the sealing unit in tokens; 1 for per-token codecs.
+        affine: a fused kernel may read `payload` and `scale` planes as `payload * scale`.
+        plain: the only plane is `payload`, it is the vector itself in the model's dtype.
+    """
+
+    group: int = 1
+    affine: bool = False
+    plain: bool = False
+
+    def for_layer(self, layer: LayerSpec, kind: str) -> Codec:
+        """The codec of one layer and kind ("k" or "v"); mixed-precision codecs answer another codec here."""
+        return self
+
+    @abstractmethod
+    def planes(self, dim: int) -> dict[str, PlaneSpec]:
+        """The stored tensors for vectors of size `dim`. Bytes per token follow from these and nothing else."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`x [..., Hkv, D]` -> one tensor per plane, `[..., Hkv, *shape]`."""
+
+    @abstractmethod
+    def decode(self, planes: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Planes `[..., Hkv, *shape]` -> `x [..., Hkv, D]` in `dtype`."""
+
+
+class Kernel(ABC):
+    """What runs store and attend on a device. Stateless between steps."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def unsupported(self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str) -> list[str]:
+        """Reasons why this kernel cannot serve a layer with these K and V codecs; empty when it can."""
+
+    @abstractmethod
+    def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
+        """Encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` into the slots of the plan."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> torch.Tensor:
+        """`q [T, Hq, Dk]` -> `out [T, Hq, Dv]`, reading what is stored, the step's own tokens included."""
+
+
+@dataclass(frozen=True)
+class CacheContext:
+    """What a cache is built for: handed to the `_target_` of `conf/cache/*.yaml` as `context`.
+
+    Attributes:
+        layers: what the probe saw, in order.
+        dtype: dtype of keys and values, as a string.
+        device: e.g. "cpu" or "cuda:0".
+        max_len: longest request in tokens; max_requests: most requests that run at once.
+        max_step_tokens: token budget of one step.
+        kernels: kernels in order of preference; None builds the control plane only (no tensors).
+        learned_sinks: layer index -> tensor [Hq] of learned sink logits.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_len: int = 2048
+    max_requests: int = 64
+    max_step_tokens: int = 512
+    kernels: tuple[Kernel, ...] | None = None
+    learned_sinks: Any = None
+
+
+class KVCache(ABC):
+    """The interface between the engine and every way of keeping keys and values.
+
+    The control plane (everything but `attend`) lives on the host and holds no tensor.
+    """
+
+    exact: bool = True
+
+    @abstractmethod
+    def capacity(self) -> int:
+        """Tokens of the longest single request that an otherwise empty cache could hold."""
+
+    @abstractmethod
+    def peek(self, request: CacheRequest) -> tuple[int, int]:
+        """`(cached, pending)`: leading tokens that are cached, and leading tokens that a running request is
+        computing right now. Takes no lock, updates no recency."""
+
+    @abstractmethod
+    def admit(self, request: CacheRequest) -> int | None:
+        """Matches, locks what matched, answers how many leading tokens need no compute (always at most
+        len(tokens) - 1). None: does not fit now, and nothing changed."""
+
+    @abstractmethod
+    def grow(self, request: CacheRequest, n: int) -> bool:
+        """Room for the next n tokens in every layer group. False: no room, and nothing changed."""
+
+    @abstractmethod
+    def commit(self, request: CacheRequest, n: int) -> None:
+        """n tokens were computed and are known on the host: publish what is complete, free what is dead."""
+
+    @abstractmethod
+    def release(self, request: CacheRequest) -> None:
+        """The request holds nothing any more. What it published stays in the index."""
+
+    @abstractmethod
+    def fork(self, parent: CacheRequest, child: CacheRequest) -> None:
+        """The child shares all that the parent has committed; writes copy first."""
+
+    @abstractmethod
+    def truncate(self, request: CacheRequest, length: int) -> int:
+        """Forgets the tokens from `length` on. Answers the length that could be kept (<= length): less when
+        what the next query needs was already dropped."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets every request and every published block."""
+
+    @abstractmethod
+    def invalidate(self) -> None:
+        """Stored values are stale (weights changed): nothing that is published now may be matched again."""
+
+    @abstractmethod
+    def stats(self) -> CacheStats: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises AssertionError when an invariant of the control plane is broken."""
+
+    @abstractmethod
+    def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
+        """Addresses for a step in which each request gets its next n tokens (room was made by `grow`).
+        Runs the step's copies."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Stores k and v, then attends: `q [T, Hq, Dk]`, `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` -> `[T, Hq, Dv]`."""

@@ -1,0 +1,1 @@
+"""Kernels: what runs store and attend on a device."""

@@ -1,0 +1,165 @@
+"""The tensors of a cache: planes per layer, copies between blocks, and one device copy of the plan per step.
+
+Shape legend: N blocks (null block 0 included), S block_size, G codec group, Hkv KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvframe.errors import IncompatibleCacheError
+from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
+from kvframe.types import GroupPlan, LayerSpec, StepPlan
+
+POISON = {torch.int8: -128, torch.uint8: 127}
+
+
+@dataclass
+class LayerStorage:
+    """What a kernel knows of one layer.
+
+    Attributes:
+        spec: heads, sizes, scale, softcap of the layer.
+        retention: the rule of its layer group; group: index of that group in the plan.
+        codec_k, codec_v: how keys and values are stored.
+        k, v: plane name -> tensor [N, S (/ G), Hkv, ...]; a layer with `spec.kv_source` shares its source's.
+        block_size: S.
+        learned_sinks: [Hq] logits, or None.
+        kernel: the kernel that serves the layer.
+    """
+
+    spec: LayerSpec
+    retention: Retention
+    group: int
+    codec_k: Codec
+    codec_v: Codec
+    k: dict[str, torch.Tensor]
+    v: dict[str, torch.Tensor]
+    block_size: int
+    kernel: Kernel
+    learned_sinks: torch.Tensor | None = None
+
+
+@dataclass
+class Storage:
+    """All layers of a cache on one device."""
+
+    layers: list[LayerStorage]
+    device: torch.device
+    num_groups: int
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def allocate(cls, context: CacheContext, codec: Codec, groups, group_of, block_size: int, num_blocks) -> Storage:
+        """Planes for every layer.
+
+        Args:
+            groups: retention rule of each layer group; group_of: layer index -> group index.
+            num_blocks: per group, blocks without the null block.
+        """
+        device, layers, reasons, notes = torch.device(context.device), [], [], []
+        sinks = context.learned_sinks or {}
+        for spec in context.layers:
+            group = group_of[spec.index]
+            codecs = codec.for_layer(spec, "k"), codec.for_layer(spec, "v")
+            kernel, why = choose(context.kernels, spec, codecs, groups[group], context.device)
+            if kernel is None:
+                reasons += [f"layer {spec.index}: {reason}" for reason in why]
+                continue
+            notes += [note for note in why if note not in notes]
+            if spec.kv_source is None:
+                shape = (num_blocks[group] + 1, block_size, spec.kv_heads)
+                k, v = (
+                    _planes(c, dim, shape, context.dtype, device) for c, dim in zip(codecs, (spec.k_dim, spec.v_dim))
+                )
+            else:
+                k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
+            layers.append(
+                LayerStorage(spec, groups[group], group, *codecs, k, v, block_size, kernel, sinks.get(spec.index))
+            )
+        if reasons:
+            raise IncompatibleCacheError(dict.fromkeys(reasons))
+        return cls(layers, device, len(groups), notes)
+
+    def run_copies(self, copies) -> None:
+        """Copies the first n slots of a block into another one, in every plane of the group's layers."""
+        for group, rows in enumerate(copies):
+            if not len(rows):
+                continue
+            for layer in self.layers:
+                if layer.group != group or layer.spec.kv_source is not None:
+                    continue
+                for codec, planes in ((layer.codec_k, layer.k), (layer.codec_v, layer.v)):
+                    specs = codec.planes(0)
+                    for name, plane in planes.items():
+                        unit = codec.group if specs[name].per == "group" else 1
+                        for source, destination, n in rows.tolist():
+                            plane[destination, : n // unit] = plane[source, : n // unit]
+
+    def to_device(self, plan: StepPlan) -> StepPlan:
+        """The same plan as tensors; one transfer whatever the number of arrays."""
+        arrays = [plan.positions, plan.query_starts, plan.rows]
+        for group in plan.groups:
+            arrays += [group.slots, group.tables, group.context_lens]
+        if self.device.type == "cpu":
+            tensors = iter([torch.from_numpy(a) for a in arrays])
+        else:
+            # views must be aligned to their item size: the 8-byte arrays go first
+            order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)
+            flat = np.concatenate([np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order])
+            moved = torch.from_numpy(flat).pin_memory().to(self.device, non_blocking=True)
+            views, at = {}, 0
+            for i in order:
+                a = arrays[i]
+                dtype = torch.int64 if a.itemsize == 8 else torch.int32
+                views[i] = moved[at : at + a.nbytes].view(dtype).view(a.shape)
+                at += a.nbytes
+            tensors = iter([views[i] for i in range(len(arrays))])
+        positions, query_starts, rows = next(tensors), next(tensors), next(tensors)
+        groups = tuple(GroupPlan(next(tensors), next(tensors), next(tensors)) for _ in plan.groups)
+        return StepPlan(
+            positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of all planes, the null blocks included."""
+        return sum(
+            plane.nbytes
+            for layer in self.layers
+            if layer.spec.kv_source is None
+            for plane in (*layer.k.values(), *layer.v.values())
+        )
+
+    def poison(self, group: int, blocks: np.ndarray) -> None:
+        """Fills blocks with NaN (or -128): what nobody should read must not go unnoticed. For tests."""
+        ids = torch.from_numpy(blocks.astype(np.int64)).to(self.device)
+        for layer in self.layers:
+            if layer.group == group and layer.spec.kv_source is None:
+                for plane in (*layer.k.values(), *layer.v.values()):
+                    plane[ids] = POISON.get(plane.dtype, float("nan"))
+
+
+def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, list[str]]:
+    """The first kernel that can serve the layer, and why the ones before it cannot."""
+    why: list[str] = []
+    for kernel in kernels:
+        reasons = kernel.unsupported(spec, codecs, retention, device)
+        if not reasons:
+            return kernel, why
+        why += [f"kernel {kernel.name}: {reason}" for reason in reasons]
+    return None, why
+
+
+def _planes(codec: Codec, dim: int, shape, model_dtype: str, device) -> dict[str, torch.Tensor]:
+    blocks, slots, heads = shape
+    return {
+        name: torch.empty(
+            (blocks, slots // codec.group if plane.per == "group" else slots, heads, *plane.shape),
+            dtype=getattr(torch, plane.resolved(model_dtype)),
+            device=device,
+        )
+        for name, plane in codec.planes(dim).items()
+    }

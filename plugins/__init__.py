@@ -1,0 +1,1 @@
+"""The built-in strategies, installed as `kvframe_plugins`: one folder each."""

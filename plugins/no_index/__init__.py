@@ -1,0 +1,39 @@
+"""No index: nothing is found again, so nothing outlives its request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvframe.interfaces import PrefixIndex
+from kvframe.types import Match
+
+
+class NoIndex(PrefixIndex):
+    """Never matches, never publishes."""
+
+    def attach(self, block_size, groups, eviction):
+        self.groups = len(groups)
+
+    def match(self, request, limit):
+        return Match()
+
+    def pending(self, request):
+        return 0
+
+    def lock(self, match):
+        pass
+
+    def unlock(self, match):
+        pass
+
+    def insert(self, request, blocks, length):
+        return blocks
+
+    def published(self, group):
+        return np.empty(0, np.int32)
+
+    def evict(self, need, unused):
+        return [np.empty(0, np.int32) for _ in range(self.groups)]
+
+    def clear(self):
+        pass
