@@ -26,7 +26,7 @@ class BlockPool:
         # a stack; the lowest ids are handed out first, which keeps small workloads in few pages
         self._free = np.arange(self.num_blocks, 0, -1, dtype=np.int32)
         self._top = self.num_blocks
-        self.live = 0
+        self.live = self.peak = 0
         self.cached = 0
 
     @property
@@ -39,7 +39,7 @@ class BlockPool:
         blocks = self._free[self._top - n : self._top][::-1].copy()
         self._top -= n
         self.refs[blocks] = 1
-        self.live += n
+        self._wake(n)
         return blocks
 
     def hold(self, blocks: np.ndarray) -> None:
@@ -49,8 +49,8 @@ class BlockPool:
         assert bool(self.published[blocks[woken]].all()), "hold() of a block that is neither live nor cached"
         self.refs[blocks] += 1
         n = int(woken.sum())
-        self.live += n
         self.cached -= n
+        self._wake(n)
 
     def drop(self, blocks: np.ndarray) -> None:
         """One reference less for each block (each id at most once); the last one frees or caches it."""
@@ -75,6 +75,10 @@ class BlockPool:
         unused = blocks[self.refs[blocks] == 0]
         self.cached -= len(unused)
         self._push(unused)
+
+    def _wake(self, n: int) -> None:
+        self.live += n
+        self.peak = max(self.peak, self.live)
 
     def _push(self, blocks: np.ndarray) -> None:
         self._free[self._top : self._top + len(blocks)] = blocks

@@ -126,8 +126,28 @@ class Eviction(Part):
         """At most n of the evictable nodes, the first to go first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What an index answers to `insert`, for one layer group.
+
+    Attributes:
+        blocks: int32; the table that the request should hold from now on: where an equal block was already
+            published, the canonical one.
+        published: int32; the ids that the index holds since this call and did not before.
+    """
+
+    blocks: np.ndarray
+    published: np.ndarray
+
+
 class PrefixIndex(Part):
-    """Finds KV that is already there for a token prefix. Holds block ids, never tensors."""
+    """Finds KV that is already there for a token prefix. Holds block ids, never tensors.
+
+    Attributes:
+        keeps: False promises that nothing is ever published, so nothing outlives its request.
+    """
+
+    keeps: bool = True
 
     @abstractmethod
     def attach(self, block_size: int, groups: Sequence[Retention], eviction: Eviction) -> None:
@@ -149,11 +169,11 @@ class PrefixIndex(Part):
     def unlock(self, match: Match) -> None: ...
 
     @abstractmethod
-    def insert(self, request: CacheRequest, blocks: Sequence[np.ndarray], length: int) -> Sequence[np.ndarray]:
+    def insert(self, request: CacheRequest, blocks: Sequence[np.ndarray], length: int) -> list[Inserted]:
         """Publishes the complete blocks among the first `length` tokens.
 
-        `blocks` is the request's table, per layer group. Answers the table that the request should hold
-        from now on: where an equal block was already published, the canonical one.
+        `blocks` is the request's table, per layer group, `length // block_size` long; 0 where retention has
+        already dropped a block. Answers one Inserted per layer group.
         """
 
     @abstractmethod
@@ -162,7 +182,7 @@ class PrefixIndex(Part):
 
     @abstractmethod
     def evict(self, need: Sequence[int], unused: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Gives up blocks so that each group g gets `need[g]` of them back.
+        """Gives up blocks so that each group g gets at least `need[g]` unused ones back.
 
         `unused[g]` is a boolean array over the block ids of group g that no request holds. Answers, per
         group, the ids that the index no longer holds.

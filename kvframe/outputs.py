@@ -12,7 +12,7 @@ class RequestOutput:
     Attributes:
         id: id of the request; sample: 0 .. n - 1.
         prompt: the text that was asked for, or None when tokens were given.
-        prompt_tokens, output_tokens: token ids; the stop token is not part of the output, nor of the text.
+        prompt_tokens, output_tokens: token ids; an EOS or stop token is the last output token, but not text.
         text: decoded output, ended before a stop string.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_new_tokens or the longest
             length that the engine holds), "abort", or "refused" (see `error`).

@@ -49,15 +49,16 @@ class Storage:
 
     layers: list[LayerStorage]
     device: torch.device
-    num_groups: int
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, context: CacheContext, codec: Codec, groups, group_of, block_size: int, num_blocks) -> Storage:
+    def allocate(
+        cls, context: CacheContext, codec: Codec, retention: Retention, group_of, block_size: int, num_blocks
+    ) -> Storage:
         """Planes for every layer.
 
         Args:
-            groups: retention rule of each layer group; group_of: layer index -> group index.
+            group_of: layer index -> index of its layer group.
             num_blocks: per group, blocks without the null block.
         """
         device, layers, reasons, notes = torch.device(context.device), [], [], []
@@ -65,7 +66,8 @@ class Storage:
         for spec in context.layers:
             group = group_of[spec.index]
             codecs = codec.for_layer(spec, "k"), codec.for_layer(spec, "v")
-            kernel, why = choose(context.kernels, spec, codecs, groups[group], context.device)
+            rule = retention.for_layer(spec)
+            kernel, why = choose(context.kernels, spec, codecs, rule, context.device)
             if kernel is None:
                 reasons += [f"layer {spec.index}: {reason}" for reason in why]
                 continue
@@ -78,11 +80,11 @@ class Storage:
             else:
                 k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
             layers.append(
-                LayerStorage(spec, groups[group], group, *codecs, k, v, block_size, kernel, sinks.get(spec.index))
+                LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index))
             )
         if reasons:
             raise IncompatibleCacheError(dict.fromkeys(reasons))
-        return cls(layers, device, len(groups), notes)
+        return cls(layers, device, notes)
 
     def run_copies(self, copies) -> None:
         """Copies the first n slots of a block into another one, in every plane of the group's layers."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvframe.interfaces import PrefixIndex
+from kvframe.interfaces import Inserted, PrefixIndex
 from kvframe.types import Match
 
 
 class NoIndex(PrefixIndex):
     """Never matches, never publishes."""
+
+    keeps = False
 
     def attach(self, block_size, groups, eviction):
         self.groups = len(groups)
@@ -27,7 +29,7 @@ class NoIndex(PrefixIndex):
         pass
 
     def insert(self, request, blocks, length):
-        return blocks
+        return [Inserted(table, np.empty(0, np.int32)) for table in blocks]
 
     def published(self, group):
         return np.empty(0, np.int32)

@@ -1,0 +1,408 @@
+"""BlockKVCache: the one place where layout, index, eviction, retention and codec meet.
+
+The life of a request, in calls of the scheduler and the engine:
+
+    admit -> (grow -> plan -> attend per layer -> commit)* -> release
+
+Shape legend: T tokens of a step, R requests, G layer groups, S block_size, B table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframe import memory as sizes
+from kvframe.blocks import BlockPool
+from kvframe.errors import CapacityError, ConfigError, IncompatibleCacheError
+from kvframe.interfaces import CacheContext, CacheRequest, Codec, Eviction, KVCache, Layout, Parts, PrefixIndex, Retention
+from kvframe.tables import Held, Tables
+from kvframe.types import CacheStats, GroupPlan, GroupStats, Match, StepPlan
+
+
+class BlockKVCache(KVCache):
+    """A KV cache composed of five parts.
+
+    Args:
+        context: the model's layers, the device and the limits; see CacheContext.
+        memory: bytes ("2GiB") or a fraction (0.3) of the free memory for the blocks of all layer groups.
+        num_blocks: instead of memory, the number of blocks of the neediest layer group; the others scale.
+        group_share: layer group name -> share of the memory, instead of the split in proportion to need.
+
+    Raises:
+        IncompatibleCacheError: parts that cannot work together, with every reason.
+        CapacityError: the memory does not hold one block.
+    """
+
+    def __init__(
+        self,
+        context: CacheContext,
+        layout: Layout,
+        index: PrefixIndex,
+        eviction: Eviction,
+        retention: Retention,
+        codec: Codec,
+        memory=0.3,
+        num_blocks: int | None = None,
+        group_share: dict | None = None,
+    ):
+        self.context, self.index, self.codec = context, index, codec
+        self.parts = Parts(layout, index, eviction, retention, codec, context.layers, context.max_len)
+        self.block_size = layout.block_size(context.max_len)
+        self.rules, self.group_of = layer_groups(retention, context.layers)
+        self._refuse_conflicts()
+        self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
+        self.token_bytes = [
+            sum(sizes.layer_token_bytes(codec, la, context.dtype) for la in context.layers if self.group_of[la.index] == g)
+            for g in range(len(self.rules))
+        ]
+        self.block_bytes = [int(b * self.block_size) for b in self.token_bytes]
+        chunk = context.max_step_tokens
+        self._need = [sizes.live_blocks(rule, context.max_len, chunk, self.block_size) for rule in self.rules]
+        blocks = sizes.split(
+            block_bytes=self.block_bytes,
+            need=self._need,
+            names=self.group_names,
+            memory=memory,
+            num_blocks=num_blocks,
+            group_share=group_share,
+            useful=None if index.keeps else context.max_requests,
+            device=context.device,
+            block_size=self.block_size,
+        )
+        self.pools = [BlockPool(n) for n in blocks]
+        self.tables = Tables(context.max_requests, len(self.rules))
+        index.attach(self.block_size, self.rules, eviction)
+        self.storage = None
+        if context.kernels is not None:
+            from kvframe.storage import Storage
+
+            self.storage = Storage.allocate(context, codec, retention, self.group_of, self.block_size, blocks)
+        self._clear_counters()
+
+    @property
+    def group_names(self) -> list[str]:
+        return [rule.name for rule in self.rules]
+
+    def _refuse_conflicts(self) -> None:
+        parts = self.parts
+        reasons = [r for p in (parts.layout, parts.index, parts.eviction, parts.retention, parts.codec) for r in p.conflicts(parts)]
+        if self.block_size < 1:
+            reasons.append(f"the layout answers block_size {self.block_size}; it must be at least 1")
+        if reasons:
+            raise IncompatibleCacheError(dict.fromkeys(reasons))
+
+    # -- control plane ---------------------------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        def fits(length: int) -> bool:
+            return all(
+                sizes.live_blocks(rule, length, 1, self.block_size) <= pool.num_blocks
+                for rule, pool in zip(self.rules, self.pools)
+            )
+
+        low, high = 0, self.context.max_len
+        if fits(high):
+            return high
+        while high - low > 1:  # fits(low) and not fits(high)
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def peek(self, request: CacheRequest) -> tuple[int, int]:
+        return self._usable(self.index.match(request, len(request.tokens) - 1)).n_tokens, self.index.pending(request)
+
+    def admit(self, request: CacheRequest) -> int | None:
+        assert request.id not in self.tables, f"request {request.id} is admitted twice"
+        if not self.tables.has_row():
+            return None
+        match = self._usable(self.index.match(request, len(request.tokens) - 1))
+        for found in (match, Match()) if match.n_tokens else (match,):
+            need = self._admission_need(len(request.tokens), found)
+            if need is not None:
+                return self._start(request, found, need)
+        return None
+
+    def _usable(self, match: Match) -> Match:
+        """A hit rounded down to whole codec groups."""
+        m = match.n_tokens % self.block_size
+        if m % self.codec.group == 0:
+            return match
+        m -= m % self.codec.group
+        tail = tuple((source, m) for source, _ in match.tail) if m else ()
+        return Match(match.n_tokens // self.block_size * self.block_size + m, match.blocks, tail)
+
+    def _admission_need(self, length: int, match: Match) -> list[int] | None:
+        """Blocks that the request will still take per group, or None when they are not there."""
+        needs = []
+        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
+            held = match.blocks[g] if match.blocks else np.empty(0, np.int32)
+            woken = int((pool.refs[held[held != 0]] == 0).sum())
+            if match.tail:
+                woken += int(pool.refs[match.tail[g][0]] == 0)
+            chunk = min(length, self.context.max_step_tokens)
+            total = min(sizes.live_blocks(rule, length, chunk, self.block_size), pool.num_blocks)
+            need = max(total - int((held != 0).sum()), 1 if match.tail else 0)
+            if need > pool.free + pool.cached - woken - self.tables.promised(g):
+                return None
+            needs.append(need)
+        return needs
+
+    def _start(self, request: CacheRequest, match: Match, need: list[int]) -> int:
+        self.index.lock(match)
+        held = self.tables.open(request.id, match)
+        for g, pool in enumerate(self.pools):
+            if match.blocks:
+                pool.hold(match.blocks[g])
+                self.tables.extend(held, g, match.blocks[g])
+            if match.tail:
+                pool.hold(np.array([match.tail[g][0]]))
+        self.tables.promise(held, need)
+        if match.tail:
+            self._make_free([1] * len(self.pools))
+            for g, pool in enumerate(self.pools):
+                source, m = match.tail[g]
+                block = pool.alloc(1)
+                self.tables.extend(held, g, block)
+                held.copies.append((g, source, int(block[0]), m))
+        self.tables.lengths[held.row] = match.n_tokens
+        self.hit_tokens += match.n_tokens
+        return match.n_tokens
+
+    def grow(self, request: CacheRequest, n: int) -> bool:
+        held = self.tables[request.id]
+        length = int(self.tables.lengths[held.row])
+        first, stop = length // self.block_size, -(-(length + n) // self.block_size)
+        need, stale = [], []
+        for g, pool in enumerate(self.pools):
+            copy = None
+            if length % self.block_size:
+                block = self.tables.block(held, g, first)
+                copy = block if pool.refs[block] > 1 or pool.published[block] else None
+            stale.append(copy)
+            need.append(max(stop - held.blocks[g], 0) + (copy is not None))
+        if any(n > pool.free + pool.cached for n, pool in zip(need, self.pools)):
+            return False
+        self._make_free(need)
+        for g, pool in enumerate(self.pools):
+            fresh = pool.alloc(need[g])
+            if stale[g] is not None:  # the table's reference to the source becomes the lock of the copy
+                held.copies.append((g, stale[g], int(fresh[0]), length % self.block_size))
+                self.tables.replace(held, g, first, int(fresh[0]))
+                fresh = fresh[1:]
+            self.tables.extend(held, g, fresh)
+        return True
+
+    def _make_free(self, need: Sequence[int]) -> None:
+        """Evicts until every group has `need[g]` free blocks; the caller knows that they are there."""
+        short = [max(n - pool.free, 0) for n, pool in zip(need, self.pools)]
+        if any(short):
+            unused = [pool.published & (pool.refs == 0) for pool in self.pools]
+            for pool, gone in zip(self.pools, self.index.evict(short, unused)):
+                pool.unpublish(gone)
+                self.evictions += len(gone)
+        assert all(pool.free >= n for n, pool in zip(need, self.pools)), "the index freed less than it holds unused"
+
+    def commit(self, request: CacheRequest, n: int) -> None:
+        held = self.tables[request.id]
+        length = int(self.tables.lengths[held.row]) + n
+        self.tables.lengths[held.row] = length
+        self._drop_copies(held)
+        complete = length // self.block_size
+        if self.index.keeps and held.publishes and complete > held.published:
+            tables = [self.tables.view(held, g)[:complete].copy() for g in range(len(self.pools))]
+            for g, done in enumerate(self.index.insert(request, tables, complete * self.block_size)):
+                self._adopt(held, g, tables[g], done)
+            held.published = complete
+        self._free_dead(held, length)
+
+    def _adopt(self, held: Held, g: int, table: np.ndarray, done) -> None:
+        """Publishes what the index took, and holds canonical blocks instead of own duplicates."""
+        pool = self.pools[g]
+        pool.publish(done.published)
+        for i in np.flatnonzero(table != done.blocks):
+            pool.hold(done.blocks[i : i + 1])
+            pool.drop(table[i : i + 1])
+            self.tables.replace(held, g, int(i), int(done.blocks[i]))
+
+    def _free_dead(self, held: Held, length: int) -> None:
+        """Gives back the blocks whose slots are all dead. Only complete blocks can be."""
+        size, complete = self.block_size, length // self.block_size
+        for g, rule in enumerate(self.rules):
+            if not rule.forgets or not complete:
+                continue
+            table = self.tables.view(held, g)[:complete]
+            live = np.flatnonzero(table)
+            if not len(live):
+                continue
+            runs = np.split(live, np.flatnonzero(np.diff(live) != 1) + 1)
+            if len(runs) > 4:
+                runs = [np.arange(live[0], live[-1] + 1)]
+            for run in runs:
+                start, stop = int(run[0]), int(run[-1]) + 1
+                dead = rule.dead(start * size, stop * size, length).reshape(-1, size).all(axis=1)
+                gone = start + np.flatnonzero(dead)
+                self.pools[g].drop(table[gone])
+                table[gone] = 0
+
+    def release(self, request: CacheRequest) -> None:
+        held = self.tables[request.id]
+        self._drop_copies(held)
+        for g, pool in enumerate(self.pools):
+            pool.drop(self.tables.view(held, g))
+        self.index.unlock(held.match)
+        self.tables.close(request.id)
+
+    def _drop_copies(self, held: Held) -> None:
+        for g, source, _, _ in held.copies:
+            self.pools[g].drop(np.array([source]))
+        held.copies.clear()
+        held.planned = 0
+
+    def fork(self, parent: CacheRequest, child: CacheRequest) -> None:
+        source = self.tables[parent.id]
+        assert not source.copies, "fork() between grow() and commit()"
+        if not self.tables.has_row():
+            raise CapacityError("fork: all rows are in use", fix="a larger engine.max_requests")
+        self.index.lock(source.match)
+        held = self.tables.open(child.id, source.match)
+        held.published, held.publishes = source.published, source.publishes
+        for g, pool in enumerate(self.pools):
+            table = self.tables.view(source, g).copy()
+            pool.hold(table)
+            self.tables.extend(held, g, table)
+        self.tables.lengths[held.row] = self.tables.lengths[source.row]
+
+    def truncate(self, request: CacheRequest, length: int) -> int:
+        held = self.tables[request.id]
+        assert not held.copies, "truncate() between grow() and commit()"
+        size = self.block_size
+        kept = min(length, int(self.tables.lengths[held.row]))
+        kept -= kept % self.codec.group if kept < int(self.tables.lengths[held.row]) else 0
+        for g, rule in enumerate(self.rules):
+            table = self.tables.view(held, g)
+            hole = np.repeat(table[: -(-kept // size)] == 0, size)[:kept]
+            if (hole & ~rule.dead(0, kept, kept)).any():  # the next query needs what is gone
+                kept = min(kept, int(np.argmax(hole)))
+        for g, pool in enumerate(self.pools):
+            pool.drop(self.tables.shrink(held, g, -(-kept // size)))
+        self.tables.lengths[held.row] = kept
+        held.published = min(held.published, kept // size)
+        return kept
+
+    def reset(self) -> None:
+        self.index.clear()
+        self.tables.clear()
+        for pool in self.pools:
+            pool.reset()
+        self._clear_counters()
+
+    def invalidate(self) -> None:
+        self.index.clear()
+        for pool in self.pools:
+            pool.unpublish(np.flatnonzero(pool.published))
+        for held in self.tables.all():
+            held.publishes, held.match = False, Match()
+
+    def _clear_counters(self) -> None:
+        self.hit_tokens = self.evictions = self.copied = 0
+
+    def stats(self) -> CacheStats:
+        groups = []
+        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
+            groups.append(
+                GroupStats(
+                    name=rule.name,
+                    layers=sum(group == g for group in self.group_of.values()),
+                    block_size=self.block_size,
+                    num_blocks=pool.num_blocks,
+                    block_bytes=self.block_bytes[g],
+                    reserved=pool.live * self.block_bytes[g],
+                    used=int(self.tables.used_slots(g, rule, pool, self.block_size) * self.token_bytes[g]),
+                    evictable=pool.cached * self.block_bytes[g],
+                    tail=0,
+                    peak=pool.peak * self.block_bytes[g],
+                )
+            )
+        return CacheStats(tuple(groups), self.hit_tokens, self.evictions, self.copied)
+
+    def check(self) -> None:
+        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
+            held = np.zeros(pool.num_blocks + 1, dtype=np.int64)
+            for row in self.tables.all():
+                table, length = self.tables.view(row, g), int(self.tables.lengths[row.row])
+                blocks = table[table != 0]
+                assert len(np.unique(blocks)) == len(blocks), f"a block is twice in the table of {row.id}"
+                held[blocks] += 1
+                for source in (source for group, source, _, _ in row.copies if group == g):
+                    held[source] += 1
+                assert len(table) * self.block_size >= length, f"{row.id} has fewer blocks than tokens"
+                hole = np.repeat(table == 0, self.block_size)[:length]
+                assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"
+            pool.check(held)
+            published = np.sort(self.index.published(g))
+            assert np.array_equal(published, np.flatnonzero(pool.published)), "index and pool disagree on what is published"
+
+    # -- data plane ------------------------------------------------------------------------------------------
+
+    def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
+        """Positions and slots of every new token, e.g. S = 4, a request with 6 tokens in blocks [9, 5] gets 3:
+
+            positions    6   7   8      logical block 1, 1, 2 -> the table [9, 5, 7] of `grow`
+            slots       22  23  28      5 * 4 + 2, 5 * 4 + 3, 7 * 4 + 0
+        """
+        helds = [self.tables[request.id] for request, _ in batch]
+        rows = np.array([held.row for held in helds], dtype=np.int32)
+        news = np.array([n for _, n in batch], dtype=np.int64)  # [R]
+        lengths = self.tables.lengths[rows]  # [R]
+        starts = np.zeros(len(batch) + 1, dtype=np.int32)
+        np.cumsum(news, out=starts[1:])
+        owner = np.repeat(np.arange(len(batch)), news)  # [T]
+        positions = np.arange(int(starts[-1])) - np.repeat(starts[:-1], news) + lengths[owner]  # [T]
+        context = (lengths + news).astype(np.int32)
+        longest, size = int(context.max()), self.block_size
+        groups = []
+        for g in range(len(self.pools)):
+            tables = self.tables.rows(g, rows, -(-longest // size))  # [R, B]
+            slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
+            groups.append(GroupPlan(slots, tables, context))
+        copies = self._take_copies(helds)
+        plan = StepPlan(positions, starts, tuple(groups), rows, copies, int(news.max()), longest)
+        if self.storage is None:
+            return plan
+        self.storage.run_copies(copies)
+        return self.storage.to_device(plan)
+
+    def _take_copies(self, helds: list[Held]) -> tuple[np.ndarray, ...]:
+        found: list[list] = [[] for _ in self.pools]
+        for held in helds:
+            for g, source, destination, n in held.copies[held.planned :]:
+                found[g].append((source, destination, n))
+            held.planned = len(held.copies)
+        self.copied += sum(map(len, found))
+        return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in found)
+
+    def attend(self, layer, q, k, v, plan):
+        storage = self.storage.layers[layer]
+        if storage.spec.kv_source is None:
+            storage.kernel.store(k, v, storage, plan)
+        return storage.kernel.attend(q, storage, plan)
+
+
+def layer_groups(retention: Retention, layers) -> tuple[list[Retention], dict[int, int]]:
+    """Distinct rules in order of appearance, and layer index -> group. A layer that reads another layer's keys
+    and values lives in that layer's group."""
+    rules: list[Retention] = []
+    group_of: dict[int, int] = {}
+    for layer in layers:
+        if layer.kv_source is not None:
+            group_of[layer.index] = group_of[layer.kv_source]
+            continue
+        rule = retention.for_layer(layer)
+        if rule not in rules:
+            rules.append(rule)
+        group_of[layer.index] = rules.index(rule)
+    if not rules:
+        raise ConfigError("the model has no attention layers", fix="use a model whose attention can be probed")
+    return rules, group_of

@@ -1,0 +1,247 @@
+"""Engine: plan -> forward -> commit -> sample, until every request is done."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kvframe.clock import make_clock
+from kvframe.errors import ConfigError, PromptTooLongError, RequestError
+from kvframe.interfaces import KVCache
+from kvframe.meter import Meter
+from kvframe.outputs import Event, RequestOutput
+from kvframe.sampling import SampleInput, sample
+from kvframe.scheduler import Scheduler
+from kvframe.sequence import Sequence
+from kvframe.text import Detokenizer, TextCodec
+from kvframe.types import Request
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Decodes requests with continuous batching over any KVCache.
+
+    Args:
+        model: an HFModel (see kvframe.hf).
+        cache: any KVCache.
+        max_len: longest sequence in tokens, prompt and output.
+        max_requests: most sequences that run at once.
+        max_step_tokens: token budget of one step (prefill chunks and decode tokens together).
+        clock: "wall", or "virtual" (admission does not depend on wall time).
+        seed: base of the seeds of requests that bring none.
+    """
+
+    def __init__(self, model, cache: KVCache, *, max_len: int, max_requests: int, max_step_tokens: int, clock="wall", seed=0):
+        for name, value in (("max_len", max_len), ("max_requests", max_requests), ("max_step_tokens", max_step_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
+        self.model, self.cache, self.max_len = model, cache, max_len
+        self.seed = seed
+        self.clock = make_clock(clock)
+        self.scheduler = Scheduler(cache, max_requests, max_step_tokens)
+        self.text = TextCodec(model.tokenizer, model.vocab_size)
+        self.meter = Meter()
+        self._names, self._unseeded = itertools.count(), itertools.count()
+        self._live: dict[str, list[Sequence]] = {}
+        self._done: list[Event] = []  # events that are known before a step
+        model.bind(cache)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest sequence that this engine and this cache can hold."""
+        return min(self.max_len, self.cache.capacity())
+
+    def add(self, request: Request) -> str:
+        """Queues a request and answers its id.
+
+        Raises:
+            RequestError: an empty prompt for which the model has no BOS token, token ids outside the vocabulary,
+                an id that is running already; PromptTooLongError: it can never fit.
+        """
+        id = request.id or self._name()
+        if id in self._live:
+            raise RequestError(f"request id {id!r} is already running", fix="give each request an id of its own")
+        prompt = self._prompt_tokens(request)
+        if len(prompt) > self.limit:
+            raise PromptTooLongError(
+                f"request {id!r} has a prompt of {len(prompt)} tokens; this engine holds {self.limit} "
+                f"(engine.max_len={self.max_len}, cache capacity {self.cache.capacity()})",
+                fix="a shorter prompt, a larger engine.max_len, or a larger cache.memory or cache.num_blocks",
+            )
+        params = request.sampling
+        # the last token is answered but never stored, so one more than the limit may exist
+        limit = min(len(prompt) + params.max_new_tokens, self.limit + 1)
+        if limit < len(prompt) + params.max_new_tokens:
+            log.info("request %r ends at %d tokens, the longest that fits (engine.max_len, cache capacity)", id, limit)
+        base = params.seed if params.seed is not None else (self.seed << 32) + next(self._unseeded)
+        samples = [
+            Sequence(request, id, i, prompt, limit, base * 1_000_003 + i & (1 << 64) - 1, Detokenizer(self.text, params.stop))
+            for i in range(params.n)
+        ]
+        self._live[id] = samples
+        if limit <= len(prompt):
+            for sequence in samples:
+                self._finish(sequence, "length", None, "")
+            return id
+        samples[0].siblings = samples[1:]
+        self.scheduler.add(samples[0])
+        return id
+
+    def _name(self) -> str:
+        return f"r{next(self._names)}"
+
+    def _prompt_tokens(self, request: Request) -> np.ndarray:
+        if request.messages is not None:
+            ids = self.text.chat(request.messages)
+        elif request.prompt is not None:
+            ids = self.text.encode(request.prompt)
+        else:
+            ids = request.prompt_tokens
+        tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if len(tokens) == 0:
+            if self.model.bos_id is None:
+                raise RequestError("the prompt is empty and the model has no BOS token to start from", fix="give a prompt")
+            tokens = np.array([self.model.bos_id])
+        wrong = tokens[(tokens < 0) | (tokens >= self.model.vocab_size)]
+        if len(wrong):
+            raise RequestError(f"token id {int(wrong[0])} is not in the vocabulary", options=[f"0 .. {self.model.vocab_size - 1}"])
+        return tokens.astype(np.int32)
+
+    def abort(self, id: str) -> None:
+        """Ends a request now, wherever it is; its samples answer what they have so far."""
+        for sequence in list(self._live.get(id, ())):
+            self._finish(sequence, "abort", None, sequence.text.finish())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._done)
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One forward over everything that is scheduled. Answers what became known."""
+        batch = self.scheduler.schedule(self.clock.now())
+        for sequence in self.scheduler.stuck:
+            self._refuse_stuck(sequence)
+        self.scheduler.stuck.clear()
+        if batch:
+            self._forward(batch)
+        elif self.scheduler.next_arrival() is not None and not self._done:
+            self.clock.wait_until(self.scheduler.next_arrival())
+        events, self._done = self._done, []
+        return events
+
+    def _forward(self, batch: list[tuple[Sequence, int]]) -> None:
+        began = self.clock.now()
+        plan = self.cache.plan(batch)
+        tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
+        ends = np.cumsum([n for _, n in batch]) - 1
+        ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
+        logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
+        for sequence, n in batch:
+            self.cache.commit(sequence, n)
+            sequence.computed += n
+        self.clock.stepped()
+        self.meter.step(self.clock.now() - began, len(tokens), self.cache.stats())
+        if ready:
+            self._sample(logits, [batch[i][0] for i in ready])
+
+    def _sample(self, logits, sequences: list[Sequence]) -> None:
+        """Chooses a token per sequence. The samples of a request fork here, from one row of logits."""
+        rows, chosen = [], []
+        for row, sequence in enumerate(sequences):
+            family = [sequence, *self.scheduler.fork(sequence, sequence.siblings)]
+            sequence.siblings = []
+            chosen += family
+            rows += [row] * len(family)
+        if len(rows) > len(sequences):
+            logits = logits[rows]
+        inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs) for s in chosen]
+        now = self.clock.now()
+        for sequence, drawn in zip(chosen, sample(logits, inputs)):
+            self._accept(sequence, drawn, now)
+
+    def _accept(self, sequence: Sequence, drawn, now: float) -> None:
+        token, params = int(drawn.token), sequence.params
+        self.meter.token(None if sequence.last_token_at is None else now - sequence.last_token_at)
+        sequence.append(token, now)
+        if sequence.logprobs is not None:
+            sequence.logprobs.append({"token": token, "logprob": drawn.logprob, "top": drawn.top})
+        eos = token in params.stop_token_ids or (token in self.model.eos_ids and not params.ignore_eos)
+        delta = "" if eos else sequence.text.push(token)
+        if eos or sequence.text.stopped:
+            self._finish(sequence, "stop", token, delta + ("" if sequence.text.stopped else sequence.text.finish()))
+        elif sequence.n >= sequence.limit:
+            self._finish(sequence, "length", token, delta + sequence.text.finish())
+        else:
+            self._done.append(Event(sequence.request_id, sequence.sample, token, delta))
+
+    def _refuse_stuck(self, sequence: Sequence) -> None:
+        error = (
+            f"request {sequence.id!r} with {sequence.n} tokens does not fit into an empty cache\n"
+            "  fix: a larger cache.memory or cache.num_blocks, or a shorter prompt"
+        )
+        for sibling in (sequence, *sequence.siblings):
+            self._finish(sibling, "refused", None, sibling.text.finish(), error)
+
+    def _finish(self, sequence: Sequence, reason: str, token: int | None, delta: str, error: str | None = None) -> None:
+        self.scheduler.finish(sequence)
+        samples = self._live[sequence.request_id]
+        samples.remove(sequence)
+        if not samples:
+            del self._live[sequence.request_id]
+        output = sequence.output(reason, error)
+        self.meter.outputs.append(output)
+        self._done.append(Event(sequence.request_id, sequence.sample, token, delta, output))
+
+    # -- runs ------------------------------------------------------------------------------------------------
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Runs the requests and yields what becomes known, step by step. A request that is refused comes as an
+        event whose output has `finish_reason="refused"`. Whoever stops listening aborts what is left."""
+        self.clock.start()
+        self.meter.start()
+        named = [replace(r, id=r.id or self._name()) for r in requests]
+        added = []
+        try:
+            for request in named:
+                try:
+                    added.append(self.add(request))
+                except RequestError as error:
+                    self._refuse(request, str(error))
+            while self.has_work:
+                yield from self.step()
+        finally:
+            for name in added:
+                self.abort(name)
+            self._done.clear()
+
+    def _refuse(self, request: Request, error: str) -> None:
+        output = RequestOutput(id=request.id, prompt=request.prompt, finish_reason="refused", error=error)
+        self.meter.outputs.append(output)
+        self._done.append(Event(output.id, 0, None, "", output))
+
+    def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Runs the requests to their end: one output per sample, in the order of the requests."""
+        named = [replace(r, id=r.id or self._name()) for r in requests]
+        place = {request.id: i for i, request in reversed(list(enumerate(named)))}
+        done = [event.output for event in self.stream(named) if event.output is not None]
+        return sorted(done, key=lambda output: (place[output.id], output.sample))
+
+    def summary(self) -> dict:
+        """Figures of the last run: the meter's, and the cache's bytes and history."""
+        stats = self.cache.stats()
+        return {
+            **self.meter.summary(),
+            "kv_bytes_peak": stats.total("peak"),
+            "kv_bytes_pool": sum(g.num_blocks * g.block_bytes for g in stats.groups),
+            "evictions": stats.evictions,
+            "copies": stats.copies,
+        }

@@ -1,0 +1,123 @@
+"""How many blocks: bytes of a block, and the split of the cache's memory over the layer groups.
+
+Bytes come from the codecs' `planes`, which are also what the tensors are made of; there is no second formula.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframe.errors import CapacityError, ConfigError
+from kvframe.interfaces import Codec, Retention
+from kvframe.types import LayerSpec
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def layer_token_bytes(codec: Codec, layer: LayerSpec, dtype: str) -> float:
+    """Bytes that one token takes in one layer, K and V together (per-group planes count their part)."""
+    if layer.kv_source is not None:
+        return 0.0
+    total = 0.0
+    for kind, dim in (("k", layer.k_dim), ("v", layer.v_dim)):
+        bound = codec.for_layer(layer, kind)
+        for plane in bound.planes(dim).values():
+            total += plane.nbytes(dtype) / (bound.group if plane.per == "group" else 1)
+    return total * layer.kv_heads
+
+
+def live_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> int:
+    """Blocks that a request of `length` tokens holds while its last `chunk` tokens are computed."""
+    total = -(-length // block_size)
+    if not rule.forgets:
+        return total
+    computed = max(length - chunk, 0)
+    complete = computed // block_size
+    dead = rule.dead(0, complete * block_size, computed).reshape(complete, block_size).all(axis=1)
+    return total - int(dead.sum())
+
+
+def parse_bytes(value) -> int | float:
+    """`2GiB`, `500MB`, `1073741824` -> bytes (int); `0.3` -> a fraction (float)."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 1:
+        return int(value)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", str(value).lower())
+    try:
+        number = float(match[1])
+        if match[2] in UNITS and number > 0:
+            return number if not match[2] and number <= 1 and "." in match[1] else int(number * UNITS[match[2]])
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(
+        f"cache.memory={value!r} is not an amount of memory",
+        options=["a number of bytes", "2GiB", "500MB", "a fraction of the free memory such as 0.3"],
+    )
+
+
+def free_memory(device: str) -> int:
+    """Bytes that are free on the device now."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def split(
+    *,
+    block_bytes: Sequence[int],
+    need: Sequence[int],
+    names: Sequence[str],
+    memory,
+    num_blocks: int | None,
+    group_share: dict | None,
+    useful: int | None,
+    device: str,
+    block_size: int,
+) -> list[int]:
+    """Blocks of each layer group, the null block not counted.
+
+    Args:
+        block_bytes: bytes of one block, all layers of the group; need: blocks that one request of max_len takes.
+        memory: bytes or a fraction of what is free; num_blocks: instead, the blocks of the neediest group.
+        group_share: name -> share of the memory, instead of in proportion to `need * block_bytes`.
+        useful: requests beyond which more memory can never be used (no index keeps anything); None: no bound.
+    """
+    need, block_bytes = np.asarray(need, np.int64), np.asarray(block_bytes, np.int64)
+    if num_blocks is not None:
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"cache.num_blocks={num_blocks!r} cannot be used", options=["null", "an integer >= 1"])
+        return [max(1, int(-(-num_blocks * n // need.max()))) for n in need]
+    amount = parse_bytes(memory)
+    budget = int(free_memory(device) * amount) if isinstance(amount, float) else amount
+    if group_share:
+        unknown = set(group_share) - set(names)
+        if unknown or len(group_share) != len(names):
+            raise ConfigError(
+                f"cache.group_share names {sorted(group_share)}, the layer groups are {list(names)}",
+                options=names,
+                fix="give a share for each layer group",
+            )
+        share = np.array([float(group_share[name]) for name in names])
+        share = share / share.sum()
+    else:
+        share = need * block_bytes / (need * block_bytes).sum()
+    blocks = (budget * share / block_bytes).astype(np.int64) - 1  # one is the null block
+    if useful is not None:
+        blocks = np.minimum(blocks, need * useful)
+    if (blocks < 1).any():
+        g = int(np.argmin(blocks))
+        least = int((2 * block_bytes / share).max()) + 1
+        raise CapacityError(
+            f"cache.memory={memory} is {budget} bytes; layer group {names[g]!r} gets not one block of "
+            f"{block_size} tokens ({int(block_bytes[g])} bytes) beside the null block",
+            fix=f"cache.memory={least} or more, or a smaller engine.max_len",
+        )
+    return blocks.tolist()

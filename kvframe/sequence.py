@@ -1,0 +1,77 @@
+"""Sequence: one sample of a request while it lives in the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvframe.outputs import RequestOutput
+from kvframe.types import Request
+
+
+class Sequence:
+    """Token ids so far and how many of them the cache holds.
+
+    Attributes:
+        id: unique name of the sample ("r1", further samples "r1#1", ...); request_id, sample: its two halves.
+        prompt_len: tokens of the prompt; n: tokens that exist (prompt and output).
+        computed: leading tokens whose keys and values are in the cache.
+        limit: the most tokens that may exist (max_new_tokens, the engine's and the cache's limit).
+        seed: of this sample's draws.
+        text: its Detokenizer.
+        siblings: samples that wait to be forked from this one at its first token.
+    """
+
+    def __init__(self, request: Request, id: str, sample: int, prompt: np.ndarray, limit: int, seed: int, text: Any):
+        self.request, self.request_id, self.sample, self.seed, self.text = request, id, sample, seed, text
+        self.id = id if sample == 0 else f"{id}#{sample}"
+        self.params, self.salt, self.keep, self.arrival = request.sampling, request.salt, request.keep, request.arrival
+        self._buffer = np.empty(max(limit, len(prompt)) + 1, dtype=np.int32)
+        self._buffer[: len(prompt)] = prompt
+        self.prompt_len = self.n = len(prompt)
+        self.limit = limit
+        self.computed = self.cached = self.preemptions = 0
+        self.logprobs: list[dict] | None = None if request.sampling.logprobs is None else []
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.siblings: list[Sequence] = []
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n]: prompt and output so far (a view)."""
+        return self._buffer[: self.n]
+
+    @property
+    def outputs(self) -> int:
+        return self.n - self.prompt_len
+
+    def append(self, token: int, now: float) -> None:
+        self._buffer[self.n] = token
+        self.n += 1
+        self.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
+
+    def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
+        """What the user gets. Times are seconds of the engine's clock, from arrival."""
+        ttft = itl = None
+        if self.first_token_at is not None:
+            ttft = self.first_token_at - self.arrival
+            if self.outputs > 1:
+                itl = (self.last_token_at - self.first_token_at) / (self.outputs - 1)
+        return RequestOutput(
+            id=self.request_id,
+            sample=self.sample,
+            prompt=self.request.prompt,
+            prompt_tokens=self.tokens[: self.prompt_len].tolist(),
+            output_tokens=self.tokens[self.prompt_len :].tolist(),
+            text=self.text.text,
+            finish_reason=finish_reason,
+            ttft_s=ttft,
+            itl_s=itl,
+            cached_tokens=self.cached,
+            preemptions=self.preemptions,
+            logprobs=self.logprobs,
+            error=error,
+        )
