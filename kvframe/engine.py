@@ -14,7 +14,7 @@ from kvframe.errors import ConfigError, PromptTooLongError, RequestError
 from kvframe.interfaces import KVCache
 from kvframe.meter import Meter
 from kvframe.outputs import Event, RequestOutput
-from kvframe.sampling import SampleInput, sample
+from kvframe.sampling import BadLogitsError, SampleInput, resolve_seed, sample
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 from kvframe.text import Detokenizer, TextCodec
@@ -32,18 +32,19 @@ class Engine:
         max_len: longest sequence in tokens, prompt and output.
         max_requests: most sequences that run at once.
         max_step_tokens: token budget of one step (prefill chunks and decode tokens together).
+        prefill_chunk: most tokens of one request in a step; None: only the budget bounds it.
         clock: "wall", or "virtual" (admission does not depend on wall time).
         seed: base of the seeds of requests that bring none.
     """
 
-    def __init__(self, model, cache: KVCache, *, max_len: int, max_requests: int, max_step_tokens: int, clock="wall", seed=0):
-        for name, value in (("max_len", max_len), ("max_requests", max_requests), ("max_step_tokens", max_step_tokens)):
+    def __init__(self, model, cache: KVCache, *, max_len: int, max_requests: int, max_step_tokens: int, prefill_chunk=None, clock="wall", seed=0):
+        for name, value in (("max_len", max_len), ("max_requests", max_requests), ("max_step_tokens", max_step_tokens), ("prefill_chunk", prefill_chunk or 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
         self.model, self.cache, self.max_len = model, cache, max_len
         self.seed = seed
         self.clock = make_clock(clock)
-        self.scheduler = Scheduler(cache, max_requests, max_step_tokens)
+        self.scheduler = Scheduler(cache, max_requests, max_step_tokens, prefill_chunk or max_step_tokens)
         self.text = TextCodec(model.tokenizer, model.vocab_size)
         self.meter = Meter()
         self._names, self._unseeded = itertools.count(), itertools.count()
@@ -82,7 +83,7 @@ class Engine:
             log.info("request %r ends at %d tokens, the longest that fits (engine.max_len, cache capacity)", id, limit)
         base = params.seed if params.seed is not None else (self.seed << 32) + next(self._unseeded)
         samples = [
-            Sequence(request, id, i, prompt, limit, base * 1_000_003 + i & (1 << 64) - 1, Detokenizer(self.text, params.stop))
+            Sequence(request, id, i, prompt, limit, resolve_seed(base, i), Detokenizer(self.text, params.stop))
             for i in range(params.n)
         ]
         self._live[id] = samples
@@ -163,17 +164,30 @@ class Engine:
             rows += [row] * len(family)
         if len(rows) > len(sequences):
             logits = logits[rows]
-        inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs) for s in chosen]
+        inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.id) for s in chosen]
+        try:
+            drawn = sample(logits, inputs)
+        except BadLogitsError as error:
+            self._drop_bad(error, chosen, logits)
+            return
         now = self.clock.now()
-        for sequence, drawn in zip(chosen, sample(logits, inputs)):
-            self._accept(sequence, drawn, now)
+        for i, sequence in enumerate(chosen):
+            self._accept(sequence, int(drawn.tokens[i]), drawn.logprobs and drawn.logprobs[i], now)
 
-    def _accept(self, sequence: Sequence, drawn, now: float) -> None:
-        token, params = int(drawn.token), sequence.params
+    def _drop_bad(self, error: BadLogitsError, sequences: list[Sequence], logits) -> None:
+        """Ends the sequences whose logits are not numbers; the others go on."""
+        for row in error.rows:
+            self._finish(sequences[row], "error", None, sequences[row].text.finish(), str(error))
+        good = [i for i in range(len(sequences)) if i not in error.rows]
+        if good:
+            self._sample(logits[good], [sequences[i] for i in good])
+
+    def _accept(self, sequence: Sequence, token: int, logprob: dict | None, now: float) -> None:
+        params = sequence.params
         self.meter.token(None if sequence.last_token_at is None else now - sequence.last_token_at)
         sequence.append(token, now)
         if sequence.logprobs is not None:
-            sequence.logprobs.append({"token": token, "logprob": drawn.logprob, "top": drawn.top})
+            sequence.logprobs.append(logprob)
         eos = token in params.stop_token_ids or (token in self.model.eos_ids and not params.ignore_eos)
         delta = "" if eos else sequence.text.push(token)
         if eos or sequence.text.stopped:

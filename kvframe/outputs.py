@@ -15,13 +15,14 @@ class RequestOutput:
         prompt_tokens, output_tokens: token ids; an EOS or stop token is the last output token, but not text.
         text: decoded output, ended before a stop string.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_new_tokens or the longest
-            length that the engine holds), "abort", or "refused" (see `error`).
+            length that the engine holds), "abort", "refused" (it can never fit) or "error" (the model
+            answered no numbers); the last two with `error`.
         ttft_s: seconds from arrival to the first token; itl_s: mean seconds between tokens; None when
             there are none.
         cached_tokens: prompt tokens that needed no compute.
         preemptions: times that the request lost its cache and was recomputed.
         logprobs: per output token `{"token", "logprob", "top": {id: logprob}}` when asked for.
-        error: why the request was refused.
+        error: why the request was refused or failed.
     """
 
     id: str

@@ -22,8 +22,9 @@ from kvframe.sequence import Sequence
 class Scheduler:
     """Holds the waiting and running sequences; the only caller of admit, grow and release while they live."""
 
-    def __init__(self, cache: KVCache, max_requests: int, max_step_tokens: int):
-        self.cache, self.max_requests, self.max_step_tokens = cache, max_requests, max_step_tokens
+    def __init__(self, cache: KVCache, max_requests: int, max_step_tokens: int, prefill_chunk: int):
+        self.cache, self.max_requests = cache, max_requests
+        self.max_step_tokens, self.prefill_chunk = max_step_tokens, prefill_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.stuck: list[Sequence] = []  # sequences that an empty cache could not serve; the engine refuses them
@@ -56,7 +57,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, n: int, preempt: bool) -> bool:
         """Gives the sequence up to n tokens of this step: fewer when the budget or the room is short."""
-        n = min(n, self.budget)
+        n = min(n, self.budget, self.prefill_chunk)
         while True:
             size = n
             while size and not self.cache.grow(sequence, size):

@@ -1,0 +1,1 @@
+"""The configs of kvframe, installed as `kvframe.conf`. YAML files only."""
