@@ -59,7 +59,9 @@ def main() -> None:
     args = parser.parse_args()
     jobs = mixed(args.requests)
     useful = sum(j.new for j in jobs)
-    engine = build(compose([f"model={args.model}", f"model.dtype={args.dtype}", "engine.max_len=1024", *args.overrides]))
+    engine = build(
+        compose([f"model={args.model}", f"model.dtype={args.dtype}", "engine.max_len=1024", *args.overrides])
+    )
     module = hf_module(args)
     runs = {
         "kvframe": lambda: kvframe_run(engine, jobs),
@@ -76,12 +78,16 @@ def main() -> None:
             print(f"round {i + 1}: {name} {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
     rows = {name: {"seconds": s, "tokens_per_s": useful / statistics.median(s)} for name, s in seconds.items()}
     mine = rows["kvframe"]["tokens_per_s"] if "kvframe" in rows else None
-    table = Table(title=f"{args.model} {args.dtype}, {args.requests} requests, {useful} tokens, {torch.get_num_threads()} threads")
+    table = Table(
+        title=f"{args.model} {args.dtype}, {args.requests} requests, {useful} tokens, {torch.get_num_threads()} threads"
+    )
     for column in ("contender", "tokens/s (median)", "seconds (min .. max)", "kvframe is faster by"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, row in rows.items():
         ratio = f"{mine / row['tokens_per_s']:.2f}" if mine and name != "kvframe" else ""
-        table.add_row(name, f"{row['tokens_per_s']:.1f}", f"{min(row['seconds']):.1f} .. {max(row['seconds']):.1f}", ratio)
+        table.add_row(
+            name, f"{row['tokens_per_s']:.1f}", f"{min(row['seconds']):.1f} .. {max(row['seconds']):.1f}", ratio
+        )
     console = Console(width=100)
     console.print(table)
     profile = profile_decode(engine, jobs)

@@ -17,7 +17,9 @@ class Job:
     new: int
 
 
-def mixed(requests: int = 32, seed: int = 0, prompts=(16, 512), outputs=(16, 256), vocabulary: int = 40_000) -> list[Job]:
+def mixed(
+    requests: int = 32, seed: int = 0, prompts=(16, 512), outputs=(16, 256), vocabulary: int = 40_000
+) -> list[Job]:
     """Ragged prompts and outputs, uniform between the bounds."""
     random = np.random.default_rng(seed)
     sizes = zip(random.integers(*prompts, requests, endpoint=True), random.integers(*outputs, requests, endpoint=True))
@@ -53,7 +55,9 @@ def hf_continuous(module, jobs: list[Job]) -> float:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = ContinuousBatchingConfig(page_size=32, num_blocks=1024, max_batch_tokens=512)
-    generation = GenerationConfig(do_sample=False, max_new_tokens=max(j.new for j in jobs), eos_token_id=-1, pad_token_id=0)
+    generation = GenerationConfig(
+        do_sample=False, max_new_tokens=max(j.new for j in jobs), eos_token_id=-1, pad_token_id=0
+    )
     done = 0
     with module.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, block=True, timeout=5, warmup=False

@@ -13,12 +13,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvframe import audit
 from kvframe import memory as sizes
 from kvframe.blocks import BlockPool
-from kvframe.errors import CapacityError, ConfigError, IncompatibleCacheError
-from kvframe.interfaces import CacheContext, CacheRequest, Codec, Eviction, KVCache, Layout, Parts, PrefixIndex, Retention
+from kvframe.errors import CapacityError, IncompatibleCacheError
+from kvframe.groups import layer_groups
+from kvframe.interfaces import (
+    CacheContext,
+    CacheRequest,
+    Codec,
+    Eviction,
+    Inserted,
+    KVCache,
+    Layout,
+    Parts,
+    PrefixIndex,
+    Retention,
+)
+from kvframe.planning import make_plan
 from kvframe.tables import Held, Tables
-from kvframe.types import CacheStats, GroupPlan, GroupStats, Match, StepPlan
+from kvframe.types import CacheStats, Match, StepPlan
 
 
 class BlockKVCache(KVCache):
@@ -54,7 +68,11 @@ class BlockKVCache(KVCache):
         self._refuse_conflicts()
         self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
         self.token_bytes = [
-            sum(sizes.layer_token_bytes(codec, la, context.dtype) for la in context.layers if self.group_of[la.index] == g)
+            sum(
+                sizes.layer_token_bytes(codec, la, context.dtype)
+                for la in context.layers
+                if self.group_of[la.index] == g
+            )
             for g in range(len(self.rules))
         ]
         self.block_bytes = [int(b * self.block_size) for b in self.token_bytes]
@@ -87,7 +105,11 @@ class BlockKVCache(KVCache):
 
     def _refuse_conflicts(self) -> None:
         parts = self.parts
-        reasons = [r for p in (parts.layout, parts.index, parts.eviction, parts.retention, parts.codec) for r in p.conflicts(parts)]
+        reasons = [
+            r
+            for p in (parts.layout, parts.index, parts.eviction, parts.retention, parts.codec)
+            for r in p.conflicts(parts)
+        ]
         if self.block_size < 1:
             reasons.append(f"the layout answers block_size {self.block_size}; it must be at least 1")
         if reasons:
@@ -217,7 +239,7 @@ class BlockKVCache(KVCache):
             held.published = complete
         self._free_dead(held, length)
 
-    def _adopt(self, held: Held, g: int, table: np.ndarray, done) -> None:
+    def _adopt(self, held: Held, g: int, table: np.ndarray, done: Inserted) -> None:
         """Publishes what the index took, and holds canonical blocks instead of own duplicates."""
         pool = self.pools[g]
         pool.publish(done.published)
@@ -309,100 +331,24 @@ class BlockKVCache(KVCache):
         self.hit_tokens = self.evictions = self.copied = 0
 
     def stats(self) -> CacheStats:
-        groups = []
-        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
-            groups.append(
-                GroupStats(
-                    name=rule.name,
-                    layers=sum(group == g for group in self.group_of.values()),
-                    block_size=self.block_size,
-                    num_blocks=pool.num_blocks,
-                    block_bytes=self.block_bytes[g],
-                    reserved=pool.live * self.block_bytes[g],
-                    used=int(self.tables.used_slots(g, rule, pool, self.block_size) * self.token_bytes[g]),
-                    evictable=pool.cached * self.block_bytes[g],
-                    tail=0,
-                    peak=pool.peak * self.block_bytes[g],
-                )
-            )
-        return CacheStats(tuple(groups), self.hit_tokens, self.evictions, self.copied)
+        return audit.stats(self)
 
     def check(self) -> None:
-        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
-            held = np.zeros(pool.num_blocks + 1, dtype=np.int64)
-            for row in self.tables.all():
-                table, length = self.tables.view(row, g), int(self.tables.lengths[row.row])
-                blocks = table[table != 0]
-                assert len(np.unique(blocks)) == len(blocks), f"a block is twice in the table of {row.id}"
-                held[blocks] += 1
-                for source in (source for group, source, _, _ in row.copies if group == g):
-                    held[source] += 1
-                assert len(table) * self.block_size >= length, f"{row.id} has fewer blocks than tokens"
-                hole = np.repeat(table == 0, self.block_size)[:length]
-                assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"
-            pool.check(held)
-            published = np.sort(self.index.published(g))
-            assert np.array_equal(published, np.flatnonzero(pool.published)), "index and pool disagree on what is published"
+        audit.check(self)
 
     # -- data plane ------------------------------------------------------------------------------------------
 
     def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
-        """Positions and slots of every new token, e.g. S = 4, a request with 6 tokens in blocks [9, 5] gets 3:
-
-            positions    6   7   8      logical block 1, 1, 2 -> the table [9, 5, 7] of `grow`
-            slots       22  23  28      5 * 4 + 2, 5 * 4 + 3, 7 * 4 + 0
-        """
         helds = [self.tables[request.id] for request, _ in batch]
-        rows = np.array([held.row for held in helds], dtype=np.int32)
-        news = np.array([n for _, n in batch], dtype=np.int64)  # [R]
-        lengths = self.tables.lengths[rows]  # [R]
-        starts = np.zeros(len(batch) + 1, dtype=np.int32)
-        np.cumsum(news, out=starts[1:])
-        owner = np.repeat(np.arange(len(batch)), news)  # [T]
-        positions = np.arange(int(starts[-1])) - np.repeat(starts[:-1], news) + lengths[owner]  # [T]
-        context = (lengths + news).astype(np.int32)
-        longest, size = int(context.max()), self.block_size
-        groups = []
-        for g in range(len(self.pools)):
-            tables = self.tables.rows(g, rows, -(-longest // size))  # [R, B]
-            slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-            groups.append(GroupPlan(slots, tables, context))
-        copies = self._take_copies(helds)
-        plan = StepPlan(positions, starts, tuple(groups), rows, copies, int(news.max()), longest)
+        plan = make_plan(self.tables, helds, [n for _, n in batch], self.block_size)
+        self.copied += sum(map(len, plan.copies))
         if self.storage is None:
             return plan
-        self.storage.run_copies(copies)
+        self.storage.run_copies(plan.copies)
         return self.storage.to_device(plan)
-
-    def _take_copies(self, helds: list[Held]) -> tuple[np.ndarray, ...]:
-        found: list[list] = [[] for _ in self.pools]
-        for held in helds:
-            for g, source, destination, n in held.copies[held.planned :]:
-                found[g].append((source, destination, n))
-            held.planned = len(held.copies)
-        self.copied += sum(map(len, found))
-        return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in found)
 
     def attend(self, layer, q, k, v, plan):
         storage = self.storage.layers[layer]
         if storage.spec.kv_source is None:
             storage.kernel.store(k, v, storage, plan)
         return storage.kernel.attend(q, storage, plan)
-
-
-def layer_groups(retention: Retention, layers) -> tuple[list[Retention], dict[int, int]]:
-    """Distinct rules in order of appearance, and layer index -> group. A layer that reads another layer's keys
-    and values lives in that layer's group."""
-    rules: list[Retention] = []
-    group_of: dict[int, int] = {}
-    for layer in layers:
-        if layer.kv_source is not None:
-            group_of[layer.index] = group_of[layer.kv_source]
-            continue
-        rule = retention.for_layer(layer)
-        if rule not in rules:
-            rules.append(rule)
-        group_of[layer.index] = rules.index(rule)
-    if not rules:
-        raise ConfigError("the model has no attention layers", fix="use a model whose attention can be probed")
-    return rules, group_of

@@ -37,8 +37,24 @@ class Engine:
         seed: base of the seeds of requests that bring none.
     """
 
-    def __init__(self, model, cache: KVCache, *, max_len: int, max_requests: int, max_step_tokens: int, prefill_chunk=None, clock="wall", seed=0):
-        for name, value in (("max_len", max_len), ("max_requests", max_requests), ("max_step_tokens", max_step_tokens), ("prefill_chunk", prefill_chunk or 1)):
+    def __init__(
+        self,
+        model,
+        cache: KVCache,
+        *,
+        max_len: int,
+        max_requests: int,
+        max_step_tokens: int,
+        prefill_chunk=None,
+        clock="wall",
+        seed=0,
+    ):
+        for name, value in (
+            ("max_len", max_len),
+            ("max_requests", max_requests),
+            ("max_step_tokens", max_step_tokens),
+            ("prefill_chunk", prefill_chunk or 1),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
         self.model, self.cache, self.max_len = model, cache, max_len
@@ -108,11 +124,15 @@ class Engine:
         tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
         if len(tokens) == 0:
             if self.model.bos_id is None:
-                raise RequestError("the prompt is empty and the model has no BOS token to start from", fix="give a prompt")
+                raise RequestError(
+                    "the prompt is empty and the model has no BOS token to start from", fix="give a prompt"
+                )
             tokens = np.array([self.model.bos_id])
         wrong = tokens[(tokens < 0) | (tokens >= self.model.vocab_size)]
         if len(wrong):
-            raise RequestError(f"token id {int(wrong[0])} is not in the vocabulary", options=[f"0 .. {self.model.vocab_size - 1}"])
+            raise RequestError(
+                f"token id {int(wrong[0])} is not in the vocabulary", options=[f"0 .. {self.model.vocab_size - 1}"]
+            )
         return tokens.astype(np.int32)
 
     def abort(self, id: str) -> None:

@@ -233,7 +233,9 @@ class Kernel(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def unsupported(self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str) -> list[str]:
+    def unsupported(
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+    ) -> list[str]:
         """Reasons why this kernel cannot serve a layer with these K and V codecs; empty when it can."""
 
     @abstractmethod

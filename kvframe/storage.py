@@ -79,9 +79,7 @@ class Storage:
                 )
             else:
                 k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
-            layers.append(
-                LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index))
-            )
+            layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index)))
         if reasons:
             raise IncompatibleCacheError(dict.fromkeys(reasons))
         return cls(layers, device, notes)
@@ -122,9 +120,7 @@ class Storage:
             tensors = iter([views[i] for i in range(len(arrays))])
         positions, query_starts, rows = next(tensors), next(tensors), next(tensors)
         groups = tuple(GroupPlan(next(tensors), next(tensors), next(tensors)) for _ in plan.groups)
-        return StepPlan(
-            positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan
-        )
+        return StepPlan(positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan)
 
     def nbytes(self) -> int:
         """Bytes of all planes, the null blocks included."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvframe.blocks import BlockPool
-from kvframe.interfaces import Retention
 from kvframe.types import Match
 
 
@@ -124,19 +122,3 @@ class Tables:
         self.view(held, group)[blocks:] = 0
         held.blocks[group] = min(held.blocks[group], blocks)
         return gone
-
-    def used_slots(self, group: int, rule: Retention, pool: BlockPool, block_size: int) -> int:
-        """Slots that hold a live token, shared ones once."""
-        helds = list(self._held.values())
-        tables = [self.view(held, group) for held in helds]
-        shared = sum(int(np.count_nonzero(t)) for t in tables) + sum(len(h.copies) for h in helds) > pool.live
-        if not rule.forgets and not shared:
-            return int(self.lengths.sum())
-        filled = np.zeros(pool.num_blocks + 1, dtype=np.int64)
-        for held, table in zip(helds, tables):
-            length = int(self.lengths[held.row])
-            live = np.zeros(len(table) * block_size, dtype=bool)
-            live[:length] = ~rule.dead(0, length, length)
-            counts = live.reshape(-1, block_size).sum(axis=1)
-            np.maximum.at(filled, table, counts)
-        return int(filled[1:].sum())

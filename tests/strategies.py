@@ -6,6 +6,7 @@ from kvframe.config import build_cache, compose
 from kvframe.engine import Engine
 from kvframe.interfaces import CacheContext
 from kvframe.kernels.reference import ReferenceKernel
+from kvframe.memory import live_blocks
 
 MAX_LEN = 96
 
@@ -16,10 +17,41 @@ STRATEGIES = {
     "paged-16": ["cache=paged"],
     "paged-64": ["cache=paged", "cache.layout.block_size=64"],
 }
-# name -> blocks of the neediest layer group when room is short: one request always fits, many do not
-SHORT = {"contiguous": 5, "paged-1": 130, "paged-16": 9, "paged-64": 5}
 # ragged, around every block size and window
-LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 60, 61, 62, 7, 8, 9, 5, 3, 47, 48, 49, 10, 20, 30, 40, 50, 70, 1, 2, 4, 80)
+LENGTHS = (
+    1,
+    2,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    60,
+    61,
+    62,
+    7,
+    8,
+    9,
+    5,
+    3,
+    47,
+    48,
+    49,
+    10,
+    20,
+    30,
+    40,
+    50,
+    70,
+    1,
+    2,
+    4,
+    80,
+)
 
 
 def context_for(model, **options) -> CacheContext:
@@ -33,10 +65,12 @@ def context_for(model, **options) -> CacheContext:
 
 def make_cache(strategy: str, context: CacheContext, short: bool = False):
     """The cache of a strategy, through Hydra as a user would get it."""
-    overrides = list(STRATEGIES[strategy])
-    if short:
-        overrides.append(f"cache.num_blocks={SHORT[strategy]}")
-    return build_cache(compose(overrides), context)
+    cache = build_cache(compose(STRATEGIES[strategy]), context)
+    if not short:
+        return cache
+    need = max(live_blocks(rule, context.max_len, 1, cache.block_size) for rule in cache.rules)
+    blocks = need + max(need // 3, 1)  # one request always fits, two long ones do not
+    return build_cache(compose([*STRATEGIES[strategy], f"cache.num_blocks={blocks}"]), context)
 
 
 def make_engine(model, strategy: str, short: bool = False, chunk: int | None = None, **options) -> Engine:

@@ -101,7 +101,9 @@ def test_request_needs_exactly_one_prompt():
         Request()
 
 
-@pytest.mark.parametrize("key, value", [("temperature", -1), ("top_p", 0), ("max_new_tokens", -1), ("n", 0), ("stop", [""])])
+@pytest.mark.parametrize(
+    "key, value", [("temperature", -1), ("top_p", 0), ("max_new_tokens", -1), ("n", 0), ("stop", [""])]
+)
 def test_impossible_sampling_values_are_named(key, value):
     with pytest.raises(RequestError, match=f"sampling.{key}"):
         SamplingParams(**{key: value})
@@ -255,7 +257,10 @@ def test_whoever_stops_listening_leaves_an_engine_that_works():
 
 def test_one_id_twice_is_refused_while_the_first_runs():
     outputs = engine().generate([ask(tokens(4), id="x"), ask(tokens(5), id="x")])
-    assert [o.finish_reason for o in outputs] == ["length", "refused"] or [o.finish_reason for o in outputs] == ["refused", "length"]
+    assert [o.finish_reason for o in outputs] == ["length", "refused"] or [o.finish_reason for o in outputs] == [
+        "refused",
+        "length",
+    ]
     assert "already running" in next(o.error for o in outputs if o.error)
 
 

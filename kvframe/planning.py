@@ -1,0 +1,49 @@
+"""The plan of a step: addresses of every new token, a few numpy calls whatever the number of requests.
+
+Shape legend: T tokens of the step, R requests, S block_size, B table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframe.tables import Held, Tables
+from kvframe.types import GroupPlan, StepPlan
+
+
+def make_plan(tables: Tables, helds: Sequence[Held], new: Sequence[int], block_size: int) -> StepPlan:
+    """Positions and slots of each request's next `new` tokens, and the copies that `grow` asked for.
+
+    With S = 4, a request with 6 tokens in blocks [9, 5] that gets 3 (grow has added block 7):
+
+        positions    6   7   8      logical block 1, 1, 2 of the table [9, 5, 7]
+        slots       22  23  28      5 * 4 + 2, 5 * 4 + 3, 7 * 4 + 0
+    """
+    rows = np.array([held.row for held in helds], dtype=np.int32)
+    news = np.array(new, dtype=np.int64)  # [R]
+    lengths = tables.lengths[rows]  # [R]
+    starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(news, out=starts[1:])
+    owner = np.repeat(np.arange(len(rows)), news)  # [T]
+    positions = np.arange(int(starts[-1])) - starts[:-1][owner] + lengths[owner]  # [T]
+    context = (lengths + news).astype(np.int32)
+    longest = int(context.max())
+    logical, offset = np.divmod(positions, block_size)
+    groups = []
+    for g in range(tables.num_groups):
+        blocks = tables.rows(g, rows, -(-longest // block_size))  # [R, B]
+        groups.append(GroupPlan(blocks[owner, logical].astype(np.int64) * block_size + offset, blocks, context))
+    copies = _take_copies(tables.num_groups, helds)
+    return StepPlan(positions, starts, tuple(groups), rows, copies, int(news.max()), longest)
+
+
+def _take_copies(num_groups: int, helds: Sequence[Held]) -> tuple[np.ndarray, ...]:
+    """Copies that are in no plan yet, per layer group: int64 [C, 3] of (source, destination, slots)."""
+    found: list[list] = [[] for _ in range(num_groups)]
+    for held in helds:
+        for g, source, destination, n in held.copies[held.planned :]:
+            found[g].append((source, destination, n))
+        held.planned = len(held.copies)
+    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in found)
