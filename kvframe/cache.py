@@ -67,17 +67,12 @@ class BlockKVCache(KVCache):
         self.rules, self.group_of = layer_groups(retention, context.layers)
         self._refuse_conflicts()
         self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
-        self.token_bytes = [
-            sum(
-                sizes.layer_token_bytes(codec, la, context.dtype)
-                for la in context.layers
-                if self.group_of[la.index] == g
-            )
-            for g in range(len(self.rules))
-        ]
+        self.token_bytes = [0.0] * len(self.rules)
+        for layer in context.layers:
+            self.token_bytes[self.group_of[layer.index]] += sizes.layer_token_bytes(codec, layer, context.dtype)
         self.block_bytes = [int(b * self.block_size) for b in self.token_bytes]
-        chunk = context.max_step_tokens
-        self._need = [sizes.live_blocks(rule, context.max_len, chunk, self.block_size) for rule in self.rules]
+        longest, chunk = context.max_len, context.max_step_tokens
+        self._need = [sizes.live_blocks(rule, longest, chunk, self.block_size) for rule in self.rules]
         blocks = sizes.split(
             block_bytes=self.block_bytes,
             need=self._need,
@@ -90,6 +85,7 @@ class BlockKVCache(KVCache):
             block_size=self.block_size,
         )
         self.pools = [BlockPool(n) for n in blocks]
+        self._capacity = self._longest()
         self.tables = Tables(context.max_requests, len(self.rules))
         index.attach(self.block_size, self.rules, eviction)
         self.storage = None
@@ -118,6 +114,9 @@ class BlockKVCache(KVCache):
     # -- control plane ---------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
+        return self._capacity
+
+    def _longest(self) -> int:
         def fits(length: int) -> bool:
             return all(
                 sizes.live_blocks(rule, length, 1, self.block_size) <= pool.num_blocks
@@ -158,13 +157,12 @@ class BlockKVCache(KVCache):
     def _admission_need(self, length: int, match: Match) -> list[int] | None:
         """Blocks that the request will still take per group, or None when they are not there."""
         needs = []
-        for g, (rule, pool) in enumerate(zip(self.rules, self.pools)):
+        for g, pool in enumerate(self.pools):
             held = match.blocks[g] if match.blocks else np.empty(0, np.int32)
             woken = int((pool.refs[held[held != 0]] == 0).sum())
             if match.tail:
                 woken += int(pool.refs[match.tail[g][0]] == 0)
-            chunk = min(length, self.context.max_step_tokens)
-            total = min(sizes.live_blocks(rule, length, chunk, self.block_size), pool.num_blocks)
+            total = min(-(-length // self.block_size), self._need[g], pool.num_blocks)
             need = max(total - int((held != 0).sum()), 1 if match.tail else 0)
             if need > pool.free + pool.cached - woken - self.tables.promised(g):
                 return None

@@ -17,7 +17,7 @@ from kvframe.outputs import Event, RequestOutput
 from kvframe.sampling import BadLogitsError, SampleInput, resolve_seed, sample
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
-from kvframe.text import Detokenizer, TextCodec
+from kvframe.text import TextCodec
 from kvframe.types import Request
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Engine:
         self.seed = seed
         self.clock = make_clock(clock)
         self.scheduler = Scheduler(cache, max_requests, max_step_tokens, prefill_chunk or max_step_tokens)
-        self.text = TextCodec(model.tokenizer, model.vocab_size)
+        self.text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
         self.meter = Meter()
         self._names, self._unseeded = itertools.count(), itertools.count()
         self._live: dict[str, list[Sequence]] = {}
@@ -98,8 +98,9 @@ class Engine:
         if limit < len(prompt) + params.max_new_tokens:
             log.info("request %r ends at %d tokens, the longest that fits (engine.max_len, cache capacity)", id, limit)
         base = params.seed if params.seed is not None else (self.seed << 32) + next(self._unseeded)
+        context = () if request.prompt_tokens is not None else prompt[-5:].tolist()
         samples = [
-            Sequence(request, id, i, prompt, limit, resolve_seed(base, i), Detokenizer(self.text, params.stop))
+            Sequence(request, id, i, prompt, limit, resolve_seed(base, i), self.text.detokenizer(params.stop, context))
             for i in range(params.n)
         ]
         self._live[id] = samples
@@ -210,12 +211,12 @@ class Engine:
             sequence.logprobs.append(logprob)
         eos = token in params.stop_token_ids or (token in self.model.eos_ids and not params.ignore_eos)
         delta = "" if eos else sequence.text.push(token)
-        if eos or sequence.text.stopped:
-            self._finish(sequence, "stop", token, delta + ("" if sequence.text.stopped else sequence.text.finish()))
-        elif sequence.n >= sequence.limit:
-            self._finish(sequence, "length", token, delta + sequence.text.finish())
-        else:
+        done = eos or sequence.text.stopped or sequence.n >= sequence.limit
+        if not done:
             self._done.append(Event(sequence.request_id, sequence.sample, token, delta))
+            return
+        delta += sequence.text.finish()
+        self._finish(sequence, "stop" if eos or sequence.text.stopped else "length", token, delta)
 
     def _refuse_stuck(self, sequence: Sequence) -> None:
         error = (

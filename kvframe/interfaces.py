@@ -94,7 +94,7 @@ class Retention(Part):
     @property
     def name(self) -> str:
         """Short name of a layer group under this rule, for tables."""
-        return "full" if self.window is None else f"window={self.window}"
+        return "full" if self.window is None else f"window{self.window}"
 
     @abstractmethod
     def for_layer(self, layer: LayerSpec) -> Retention:

@@ -30,14 +30,23 @@ def layer_token_bytes(codec: Codec, layer: LayerSpec, dtype: str) -> float:
 
 
 def live_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> int:
-    """Blocks that a request of `length` tokens holds while its last `chunk` tokens are computed."""
+    """The most blocks that a request holds on its way to `length` tokens, computing `chunk` tokens at a time.
+
+    What a window keeps depends on where it lies between block edges, so the lengths of one whole block are tried:
+
+        window 10, chunk 1, block_size 16:    [..............xx][xxxxxxxx........]  two blocks
+                                              [...xxxxxxxxxx...]                    one
+    """
     total = -(-length // block_size)
-    if not rule.forgets:
+    if not rule.forgets or total == 1:
         return total
-    computed = max(length - chunk, 0)
-    complete = computed // block_size
-    dead = rule.dead(0, complete * block_size, computed).reshape(complete, block_size).all(axis=1)
-    return total - int(dead.sum())
+    most = 0
+    for last in range(max(length - block_size, 0) + 1, length + 1):
+        computed = max(last - chunk, 0)
+        complete = computed // block_size
+        dead = rule.dead(0, complete * block_size, computed).reshape(complete, block_size).all(axis=1)
+        most = max(most, -(-last // block_size) - int(dead.sum()))
+    return most
 
 
 def parse_bytes(value) -> int | float:

@@ -217,7 +217,7 @@ class GroupStats:
     """Memory and history of one layer group. Bytes count all layers of the group.
 
     Attributes:
-        name: e.g. "full" or "window=512".
+        name: e.g. "full" or "window512".
         layers: number of layers in the group.
         block_size: slots per block.
         num_blocks: blocks of the pool without the null block; block_bytes: bytes of one of them.

@@ -63,9 +63,9 @@ def context_for(model, **options) -> CacheContext:
     return CacheContext(layers=model.layers, learned_sinks=model.learned_sinks, **options)
 
 
-def make_cache(strategy: str, context: CacheContext, short: bool = False):
+def make_cache(strategy: str, context: CacheContext, short: bool = False, overrides=()):
     """The cache of a strategy, through Hydra as a user would get it."""
-    cache = build_cache(compose(STRATEGIES[strategy]), context)
+    cache = build_cache(compose([*STRATEGIES[strategy], *overrides]), context)
     if not short:
         return cache
     need = max(live_blocks(rule, context.max_len, 1, cache.block_size) for rule in cache.rules)
@@ -73,12 +73,12 @@ def make_cache(strategy: str, context: CacheContext, short: bool = False):
     return build_cache(compose([*STRATEGIES[strategy], f"cache.num_blocks={blocks}"]), context)
 
 
-def make_engine(model, strategy: str, short: bool = False, chunk: int | None = None, **options) -> Engine:
+def make_engine(model, strategy: str, short: bool = False, chunk: int | None = None, overrides=(), **options) -> Engine:
     """An engine over a tiny model whose requests compute at most `chunk` tokens a step."""
     context = context_for(model, **options)
     return Engine(
         model,
-        make_cache(strategy, context, short),
+        make_cache(strategy, context, short, overrides),
         max_len=context.max_len,
         max_requests=context.max_requests,
         max_step_tokens=context.max_step_tokens,

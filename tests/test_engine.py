@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 from strategies import STRATEGIES, make_engine
 
 from kvframe.errors import ConfigError, PromptTooLongError, RequestError
@@ -80,8 +81,7 @@ def test_prompt_as_long_as_the_limit_gets_one_token():
 
 
 def test_capacity_of_the_cache_is_a_limit_too():
-    e = make_engine(llama(), "paged-16")
-    e.cache.pools[0].__init__(3)  # three blocks of 16
+    e = engine(overrides=["cache.num_blocks=3"])
     assert e.limit == 48
     outputs = e.generate([ask(tokens(49), id="long"), ask(tokens(20), id="short"), ask(tokens(48), id="full")])
     assert [o.finish_reason for o in outputs] == ["refused", "length", "length"]
@@ -122,14 +122,14 @@ def test_unknown_clock():
 def test_eos_ends_and_ignore_eos_goes_on():
     prompt = tokens(9)
     (free,) = engine().generate([ask(prompt, max_new_tokens=8)])
-    third = free.output_tokens[2]
-    assert third not in free.output_tokens[:2]
-    (stopped,) = run_checked(engine(), [ask(prompt, max_new_tokens=8, stop_token_ids=[third])])
-    assert stopped.output_tokens == free.output_tokens[:3] and stopped.finish_reason == "stop"
+    at = next(i for i, t in enumerate(free.output_tokens) if i and t not in free.output_tokens[:i])
+    last = free.output_tokens[at]
+    (stopped,) = run_checked(engine(), [ask(prompt, max_new_tokens=8, stop_token_ids=[last])])
+    assert stopped.output_tokens == free.output_tokens[: at + 1] and stopped.finish_reason == "stop"
     e = engine()
-    e.model = _with_eos(e.model, {third})
+    e.model = _with_eos(e.model, {last})
     (eos,) = e.generate([ask(prompt, max_new_tokens=8, ignore_eos=False)])
-    assert eos.output_tokens == free.output_tokens[:3] and eos.finish_reason == "stop"
+    assert eos.output_tokens == free.output_tokens[: at + 1] and eos.finish_reason == "stop"
     (on,) = e.generate([ask(prompt, max_new_tokens=8)])
     assert on.output_tokens == free.output_tokens
 
@@ -178,7 +178,8 @@ def test_samples_of_one_prompt_fork_and_equal_lone_requests(strategy, room):
     assert outputs[0].output_tokens == first.output_tokens
     if room == 32:
         assert [o.cached_tokens for o in outputs[:4]] == [0, 21, 21, 21]
-        assert e.cache.stats().copies >= 3, "the open block must be copied before a sibling writes to it"
+        wanted = 0 if e.cache.block_size == 1 else 3
+        assert e.cache.stats().copies >= wanted, "the open block must be copied before a sibling writes to it"
 
 
 def test_samples_survive_pressure():
@@ -271,7 +272,7 @@ def test_broken_logits_end_one_request_and_not_the_others(monkeypatch):
     def broken(tokens_, plan, at):
         logits = forward(tokens_, plan, at)
         if len(at) == 2:
-            logits[0] = float("nan")
+            logits = logits * torch.tensor([[float("nan")], [1.0]])
         return logits
 
     monkeypatch.setattr(e.model, "forward", broken)

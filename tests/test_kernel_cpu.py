@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
 
 from kvframe.interfaces import Retention
-from kvframe.kernels.cpu import CpuKernel
+from kvframe.kernels import cpu_prefill
+from kvframe.kernels.cpu import FEW, CpuKernel, Pace
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.storage import LayerStorage
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
@@ -38,7 +42,11 @@ class Band(Retention):
 
     def dead(self, start, stop, num_computed):
         k = np.arange(start, stop)
-        return np.zeros(stop - start, bool) if self.window is None else (k <= num_computed - self.window) & (k >= self.sinks)
+        return (
+            np.zeros(stop - start, bool)
+            if self.window is None
+            else (k <= num_computed - self.window) & (k >= self.sinks)
+        )
 
 
 @dataclass
@@ -103,7 +111,7 @@ def make_step(spec, requests, block_size=16, rule=None, seed=0, holes=True) -> S
     return Step(storage, plan, *(torch.cat([p[i] for p in parts]) for i in range(3)))
 
 
-def attend(kernel, step: Step, planes=None) -> torch.Tensor:
+def attend(kernel, step: Step) -> torch.Tensor:
     kernel.store(step.k, step.v, step.storage, step.plan)
     return kernel.attend(step.q, step.storage, step.plan)
 
@@ -131,16 +139,20 @@ RULES = {
     "window": Band(24),
     "sinks": Band(24, 5),
     "wide": Band(300, 4),
-    "tiny": Band(1),
+    "many": Band(9, 270),
+    "own": Band(1),
 }
+HEADS = [(4, 4), (9, 3), (8, 1)]
+BLOCKS = [1, 16, 64, 256, 600]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)], ids=str)
-@pytest.mark.parametrize("block_size", [1, 16, 64, 256, 600])
+@pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("rule", RULES)
-def test_mixed_steps(dtype, heads, block_size, rule):
-    agree(make_step(make_spec(*heads, dtype=dtype), MIXED, block_size, RULES[rule]))
+def test_mixed_steps(block_size, rule):
+    """Every pair of block size and mask; dtype and heads take turns so that each meets each."""
+    turn = BLOCKS.index(block_size) + list(RULES).index(rule)
+    for dtype, heads in (("float32", HEADS[turn % 3]), ("bfloat16", HEADS[(turn + 1) % 3])):
+        agree(make_step(make_spec(*heads, dtype=dtype), MIXED, block_size, RULES[rule], seed=turn))
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (24, 16), (16, 40), (80, 80), (192, 128)], ids=str)
@@ -148,3 +160,138 @@ def test_mixed_steps(dtype, heads, block_size, rule):
 @pytest.mark.parametrize("rule", ["full", "sinks"])
 def test_dims_softcap_and_learned_sinks(dims, extra, rule):
     agree(make_step(make_spec(6, 2, *dims, scale=0.3, **extra), MIXED, 16, RULES[rule], seed=3))
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)), min_size=1, max_size=5),
+    block_size=st.sampled_from([1, 3, 16, 100]),
+    window=st.none() | st.integers(1, 60),
+    sinks=st.integers(0, 20),
+    heads=st.sampled_from(HEADS),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_step(requests, block_size, window, sinks, heads):
+    requests = [(max(context, chunk), chunk) for context, chunk in requests]
+    agree(make_step(make_spec(*heads, k_dim=8, v_dim=8), requests, block_size, Band(window, sinks)))
+
+
+@pytest.mark.parametrize("rule", ["full", "window", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_tiles_of_a_prefill(monkeypatch, rule, softcap):
+    """Chunks that need several tiles of queries and of keys."""
+    monkeypatch.setattr(cpu_prefill, "TILE_Q", 16)
+    monkeypatch.setattr(cpu_prefill, "TILE_K", 24)
+    agree(make_step(make_spec(4, 2, softcap=softcap), [(150, 100), (60, 60)], 16, RULES[rule]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["full", "wide", "sinks"])
+def test_a_request_does_not_depend_on_its_neighbours(dtype, rule):
+    """Decode: bit by bit the same alone, in a batch, with one thread, and beside prefill chunks."""
+    spec = make_spec(9, 3, dtype=dtype)
+    batch = attend(CpuKernel(), make_step(spec, MIXED, 16, RULES[rule]))
+    threads, at = torch.get_num_threads(), 0
+    for context, chunk in MIXED:
+        if chunk <= FEW:
+            for n in (1, threads):
+                torch.set_num_threads(n)
+                kernel = CpuKernel()
+                alone = attend(kernel, make_step(spec, [(context, chunk)], 16, RULES[rule]))
+                assert torch.equal(alone, batch[at : at + chunk]), (context, chunk, n)
+        at += chunk
+
+
+def test_threads_and_pace(monkeypatch):
+    """Work that is shared out by items and by heads, with the team forced on and off."""
+    step = make_step(make_spec(8, 4, 32, 32), [(2000, 1), (700, 2), (30, 1)], 16)
+    results = []
+    for threads in (1, 2, 3, 8):
+        monkeypatch.setattr(Pace, "threads", lambda self, nbytes, n=threads: n)
+        results.append(attend(CpuKernel(), step))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_pace_prefers_what_was_faster():
+    pace, big = Pace(), 1 << 24
+    if pace.threads(big) == 1:
+        pytest.skip("no team of threads here")
+    assert pace.threads(1000) == 1
+    for _ in range(20):
+        n = pace.threads(big)
+        pace.note(big, n, 1.0 if n == 1 else 5.0)  # a neighbour: the team is slow
+    assert pace.threads(big) == 1
+    used = [pace.threads(big) for _ in range(2 * Pace.AGAIN)]
+    assert 1 <= sum(n > 1 for n in used) <= 3  # and is tried again now and then
+    for _ in range(20):
+        pace.note(big, 2, 0.5)
+    assert pace.threads(big) > 1
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_missing_blocks_are_skipped(chunk):
+    """A table entry 0 inside the visible range: those positions do not take part."""
+    step = make_step(make_spec(6, 2), [(200, chunk), (90, chunk)], 16)
+    for plan in (step.plan.host, step.plan):
+        tables = plan.groups[0].tables
+        tables[0, 2], tables[0, 5], tables[1, 0] = 0, 0, 0
+    agree(step)
+
+
+def test_two_plans_and_two_groups_in_turn():
+    kernel = CpuKernel()
+    steps = [
+        make_step(make_spec(4, 2), [(60 + i, 1), (50, 20)], 16, rule, seed=i) for i, rule in enumerate(RULES.values())
+    ]
+    want = [attend(ReferenceKernel(), step) for step in steps]
+    for _ in range(2):
+        for step, expected in zip(steps, want):
+            torch.testing.assert_close(kernel.attend(step.q, step.storage, step.plan), expected, atol=1e-5, rtol=1e-5)
+    other = replace(steps[0].storage, retention=Band(7))  # same plan, another rule
+    got = kernel.attend(steps[0].q, other, steps[0].plan)
+    torch.testing.assert_close(got, ReferenceKernel().attend(steps[0].q, other, steps[0].plan), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_strides(dtype):
+    """q, k and v as a model makes them: cut out of one projection, heads before tokens."""
+    step = make_step(make_spec(6, 2, dtype=dtype), MIXED, 16)
+    want = attend(CpuKernel(), step)
+    joined = torch.cat([step.q, step.k, step.v], dim=1)
+    step.q, step.k, step.v = joined[:, :6], joined[:, 6:8], joined[:, 8:]
+    assert torch.equal(attend(CpuKernel(), step), want)
+    step.q, step.k, step.v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (step.q, step.k, step.v))
+    assert torch.equal(attend(CpuKernel(), step), want)
+    step.q, step.k, step.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (step.q, step.k, step.v))
+    assert torch.equal(attend(CpuKernel(), step), want)
+
+
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_nan_that_is_visible_shows(plane):
+    step = make_step(make_spec(4, 2), [(50, 1), (40, 1)], 16)
+    kernel = CpuKernel()
+    kernel.store(step.k, step.v, step.storage, step.plan)
+    getattr(step.storage, plane)["payload"][step.plan.host.groups[0].tables[0, 1], 3] = float("nan")
+    out = kernel.attend(step.q, step.storage, step.plan)
+    assert out[0].isnan().any(-1).all() and not out[1].isnan().any()
+
+
+def test_large_scores():
+    step = make_step(make_spec(4, 2), [(300, 1), (50, 30)], 16)
+    step.q *= 100.0
+    agree(step)
+
+
+def test_unsupported():
+    kernel, codecs = CpuKernel(), (NoCodec(), NoCodec())
+    assert kernel.unsupported(make_spec(), codecs, ModelRetention(), "cpu") == []
+    masked, coded = Band(kernel_mask=False), NoCodec()
+    coded.plain = False
+    for layer, pair, rule, device, word in (
+        (make_spec(), codecs, Band(), "cuda:0", "cuda:0"),
+        (make_spec(), (NoCodec(), coded), Band(), "cpu", "codec"),
+        (make_spec(), codecs, masked, "cpu", "mask"),
+        (make_spec(dtype="float16"), codecs, Band(), "cpu", "float16"),
+        (make_spec(k_dim=12), codecs, Band(), "cpu", "12"),
+    ):
+        (reason,) = kernel.unsupported(layer, pair, rule, device)
+        assert word in reason

@@ -63,7 +63,16 @@ TABLE: dict[str, tuple[str, str, dict]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048, "n_inner": 64, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 2048,
+            "n_inner": 64,
+            "vocab_size": VOCAB,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -115,7 +124,11 @@ TABLE: dict[str, tuple[str, str, dict]] = {
             "no_rope_layers": [1, 1],
         },
     ),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None}),
+    "falcon": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": None},
+    ),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
     "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 2048}),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 4}),

@@ -80,7 +80,7 @@ def _masked(module: nn.Module, retention, length: int):
         if binding is None:
             continue
         visible = retention.for_layer(binding.spec).visible(positions[:, None], positions[None, :])  # [L, L]
-        mask = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(visible, (length, length))))[None, None]
+        mask = torch.from_numpy(np.array(np.broadcast_to(visible, (length, length))))[None, None]  # [1, 1, L, L]
         hooks.append(part.register_forward_pre_hook(_replace(mask), with_kwargs=True))
     assert hooks, "REF under a retention needs a module that kvframe.hf has probed (HFModel.from_module)"
     try:
@@ -91,7 +91,7 @@ def _masked(module: nn.Module, retention, length: int):
 
 
 def _replace(visible: torch.Tensor):
-    """A hook that hands a module the mask `visible [1, 1, L, L]` as eager attention wants it: 0 and the lowest number."""
+    """A hook that hands a module the mask `visible [1, 1, L, L]` as eager attention wants it: 0 or the lowest."""
 
     def hook(part, args, kwargs):
         weight = next(part.parameters())

@@ -1,0 +1,121 @@
+"""`kvframe generate`: decodes prompts. Texts go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvframe.commands.prompts import read_requests
+from kvframe.config import build, plain
+from kvframe.errors import RequestError
+from kvframe.jobs import Run
+from kvframe.outputs import Event, RequestOutput
+from kvframe.report import console, human_bytes, human_seconds, table, versions, write_json
+from kvframe.types import Request
+
+
+def run(cfg: DictConfig, job: Run) -> int:
+    """Decodes what the config asks for. Answers 1 when some requests were refused."""
+    requests = read_requests(cfg.prompt, cfg.prompts, plain(cfg, "sampling"), cfg.chat)
+    out = job.out(cfg.out)
+    engine = build(cfg)
+    alone = len(requests) == 1 and requests[0].sampling.n == 1
+    outputs = _stream_one(engine.stream(requests)) if alone else _stream_many(engine.stream(requests), requests)
+    refused = [output for output in outputs if output.finish_reason == "refused"]
+    if alone and refused:
+        raise RequestError(refused[0].error)
+    summary = {**engine.summary(), "kernels": kernels_of(engine.cache)}
+    console(stderr=True).print(summary_table(summary))
+    for output in refused:
+        print(f"refused: {output.error}", file=sys.stderr)
+    if out is not None:
+        write_json(
+            out,
+            {
+                "requests": [output.to_dict() for output in outputs],
+                "summary": summary,
+                "config": OmegaConf.to_container(cfg, resolve=True),
+                "versions": versions(),
+            },
+        )
+        print(f"written: {out}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _stream_one(events: Iterable[Event]) -> list[RequestOutput]:
+    """Shows the text of the only sample as it comes."""
+    outputs = []
+    for event in events:
+        if event.text:
+            print(event.text, end="", flush=True)
+        if event.output is not None:
+            outputs.append(event.output)
+    print(flush=True)
+    return outputs
+
+
+def _stream_many(events: Iterable[Event], requests: list[Request]) -> list[RequestOutput]:
+    """Shows progress while it runs, and the texts in the order of the requests afterwards."""
+    outputs = []
+    with _progress(sum(request.sampling.n for request in requests)) as advance:
+        for event in events:
+            if event.output is not None:
+                outputs.append(event.output)
+            advance(event)
+    place = {request.id: i for i, request in enumerate(requests)}
+    outputs.sort(key=lambda output: (place[output.id], output.sample))
+    for output in outputs:
+        name = output.id if output.sample == 0 else f"{output.id}, sample {output.sample}"
+        print(f"--- {name} ({output.finish_reason}, {len(output.output_tokens)} tokens)\n{output.text}")
+    return outputs
+
+
+@contextmanager
+def _progress(total: int) -> Iterator:
+    """A bar on stderr: finished samples, and tokens so far. Nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda event: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=console(stderr=True), transient=True) as bar:
+        task, tokens = bar.add_task("decoding", total=total, tokens=0), 0
+
+        def advance(event: Event) -> None:
+            nonlocal tokens
+            tokens += event.token is not None
+            bar.update(task, advance=int(event.output is not None), tokens=tokens)
+
+        yield advance
+
+
+def kernels_of(cache) -> dict[str, int]:
+    """Kernel name -> number of layers that it serves."""
+    found: dict[str, int] = {}
+    for layer in getattr(getattr(cache, "storage", None), "layers", ()):
+        found[layer.kernel.name] = found.get(layer.kernel.name, 0) + 1
+    return found
+
+
+def summary_table(summary: dict):
+    """The summary of a run as a rich table."""
+    ms, size = human_seconds, human_bytes
+    rows = [
+        ("requests", f"{summary['requests']}" + (f", {summary['refused']} refused" if summary.get("refused") else "")),
+        ("prompt tokens", f"{summary['prompt_tokens']}, {summary['cached_tokens']} cached"),
+        ("output tokens", f"{summary['output_tokens']} in {ms(summary['seconds'])}"),
+        ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
+        ("TTFT p50 / p99", f"{ms(summary['ttft_s_p50'])} / {ms(summary['ttft_s_p99'])}"),
+        ("ITL p50 / p99", f"{ms(summary['itl_s_p50'])} / {ms(summary['itl_s_p99'])}"),
+        ("KV reserved, mean", size(summary["kv_bytes_reserved"])),
+        ("KV used, mean", size(summary["kv_bytes_used"])),
+        ("KV reserved, peak", size(summary["kv_bytes_peak"])),
+        ("utilization", f"{summary['utilization']:.1%}"),
+        ("preemptions", summary["preemptions"]),
+        ("kernel", ", ".join(f"{name} ({n} layers)" for name, n in summary["kernels"].items()) or "-"),
+    ]
+    return table(rows, ("summary", ""), right=("",))

@@ -1,0 +1,246 @@
+"""Hydra: the config search path, `compose()` and `build()`.
+
+    from kvframe.config import build, compose
+
+    cfg = compose(["model=smollm2", "cache=paged", "cache.layout.block_size=32"])
+    engine = build(cfg)
+
+Importing this module puts the config folders of all plugins on Hydra's search path, for the command line, for
+`compose` and for an application that uses Hydra itself. torch is imported by `build`, not before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from hydra.version import VersionBase, setbase
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from kvframe.configfiles import ConfigFile, ConfigFolder
+from kvframe.create import create, nearest
+from kvframe.errors import ConfigError, KVFrameError
+from kvframe.explain import explain
+from kvframe.overrides import quote
+from kvframe.plugins import plugins
+
+if TYPE_CHECKING:
+    from kvframe.engine import Engine
+    from kvframe.interfaces import CacheContext, Kernel, KVCache
+
+VERSION_BASE = "1.3"
+
+log = logging.getLogger(__name__)
+
+
+class KVFrameSearchPath(SearchPathPlugin):
+    """Adds the config folder of every loaded plugin to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in plugins().configs():
+            search_path.append(provider=folder.provider, path=folder.url)
+
+
+# Registered by hand: Hydra looks for plugins in the namespace `hydra_plugins`, which editable installs do not show it.
+Plugins.instance().register(KVFrameSearchPath)
+OmegaConf.register_new_resolver("kvframe.missing", lambda: "???", replace=True)
+
+
+# -- compose -------------------------------------------------------------------------------------------------
+
+
+def compose(overrides: Iterable[str] = (), config_name: str = "generate") -> DictConfig:
+    """The config of a command under these overrides, as the command line would see it.
+
+    Text keys (`prompt=...`, see kvframe.overrides) take any text. Hydra's process-wide state is left alone, so this
+    works any number of times, also inside an application that uses Hydra.
+
+    Raises:
+        ConfigError: a name that does not exist, with the valid ones.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"compose({overrides!r}) is one text", fix=f"compose([{overrides!r}])")
+    overrides = quote(overrides)
+    try:
+        cfg = hydra_config(overrides, config_name)
+    except KVFrameError:
+        raise
+    except Exception as error:
+        raise explained(error, overrides, config_name) from error
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def hydra_config(overrides: list[str], config_name: str, run_mode: RunMode = RunMode.RUN) -> DictConfig:
+    """What Hydra composes, its own node `hydra` included."""
+    with _version_base():
+        loader = ConfigLoaderImpl(create_config_search_path(None))
+        return loader.load_configuration(config_name, list(overrides), run_mode=run_mode, from_shell=False)
+
+
+def explained(error: Exception, overrides: list[str], config_name: str) -> Exception:
+    """What a user should read about an error of Hydra's (see kvframe.explain)."""
+    return explain(error, overrides, lambda kept: hydra_config(kept, config_name), groups())
+
+
+@contextmanager
+def _version_base() -> Iterator[None]:
+    """Hydra 1.3 behaviour for us; what the application chose comes back afterwards."""
+    mine = VersionBase.instance()
+    before = mine.version_base
+    setbase(VERSION_BASE)
+    try:
+        yield
+    finally:
+        mine.version_base = before
+
+
+# -- what is there -------------------------------------------------------------------------------------------
+
+
+def folders() -> list[ConfigFolder]:
+    """The config folders on the search path: the plugins', and what the running Hydra app adds (--config-dir)."""
+    found = plugins().configs()
+    if HydraConfig.initialized():
+        known = {folder.url for folder in found} | {"pkg://hydra.conf"}
+        for source in HydraConfig.get().runtime.config_sources:
+            url = f"{source.schema}://{source.path}"
+            if source.schema in ("pkg", "file") and url not in known:
+                found.append(ConfigFolder(url, provider=source.provider))
+    return found
+
+
+def files(group: str = "") -> Iterator[ConfigFile]:
+    """Every config file below a group, whoever brings it."""
+    for folder in folders():
+        yield from folder.walk(group)
+
+
+def groups() -> dict[str, list[str]]:
+    """Config group -> names of its options, e.g. "cache/layout" -> ["contiguous", "paged"]."""
+    found: dict[str, set[str]] = {}
+    for file in files():
+        if file.group and file.group.split("/")[0] not in ("base", "hydra"):
+            found.setdefault(file.group, set()).add(file.name)
+    return {group: sorted(names) for group, names in sorted(found.items())}
+
+
+# -- build ---------------------------------------------------------------------------------------------------
+
+
+def build(cfg: DictConfig) -> Engine:
+    """Model, cache and engine of a config. The config is not changed, and can be built from again.
+
+    Raises:
+        ConfigError: a parameter that does not exist or a value that cannot work; IncompatibleCacheError,
+        CapacityError, UnsupportedModelError, MissingPackageError: see kvframe.errors.
+    """
+    model = build_model(cfg)
+    from kvframe.engine import Engine
+
+    context = cache_context(cfg, model)
+    engine = plain(cfg, "engine")
+    engine["max_len"] = context.max_len
+    return Engine(model, build_cache(cfg, context), **engine)
+
+
+def build_model(cfg: DictConfig) -> Any:
+    """The model that `cfg.model` describes (a kvframe.hf.HFModel)."""
+    return create(_chosen(cfg, "model"), "model")
+
+
+def cache_context(cfg: DictConfig, model: Any) -> CacheContext:
+    """What a cache for this model and these engine limits is built for."""
+    from kvframe.interfaces import CacheContext
+
+    engine = plain(cfg, "engine")
+    max_len = engine["max_len"] if engine["max_len"] is not None else model.max_len
+    if max_len is None:
+        raise ConfigError("the model names no longest length", fix="engine.max_len=4096")
+    for name, value in {**engine, "max_len": max_len}.items():
+        if name.startswith("max_") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
+    return CacheContext(
+        layers=tuple(model.layers),
+        dtype=model.dtype,
+        device=str(model.device),
+        max_len=max_len,
+        max_requests=engine["max_requests"],
+        max_step_tokens=engine["max_step_tokens"],
+        kernels=build_kernels(cfg),
+        learned_sinks=model.learned_sinks,
+    )
+
+
+def build_cache(cfg: DictConfig, context: CacheContext) -> KVCache:
+    """The cache that `cfg.cache` describes. `kernels=None` in the context builds the control plane only."""
+    return create(_chosen(cfg, "cache"), "cache", context=context)
+
+
+def build_kernels(cfg: DictConfig) -> tuple[Kernel, ...]:
+    """Kernels in order of preference: the one that `kernel=NAME` names, or under `kernel=auto` every one on the
+    search path that states a `priority`. A candidate that cannot be imported is left out and its reason logged."""
+    chosen = _chosen(cfg, "kernel")
+    if "_target_" in chosen:
+        return (create(_without_priority(chosen), "kernel"),)
+    found, reasons = [], []
+    for file in files("kernel"):
+        node = OmegaConf.create(file.text)
+        priority = node.get("priority") if OmegaConf.is_dict(node) else None
+        if isinstance(priority, int | float) and not isinstance(priority, bool):
+            found.append((-priority, file.name, node))
+    kernels = []
+    for _, name, node in sorted(found, key=lambda row: row[:2]):
+        try:
+            kernels.append(create(_without_priority(node), f"kernel ({name})"))
+        except KVFrameError as error:
+            log.info("kernel %s is left out: %s", name, error)
+            reasons.append(f"{name}: {error.message}")
+    if not kernels:
+        raise ConfigError(
+            f"no kernel can be used ({'; '.join(reasons) or 'none states a priority'})", fix="kernel=NAME"
+        )
+    return tuple(kernels)
+
+
+def _chosen(cfg: DictConfig, group: str) -> DictConfig:
+    """The config of a group, after a look at its parts: `cache.layout=paged` sets a value where a part belongs."""
+    for name, options in groups().items():
+        if name != group and not name.startswith(f"{group}/"):
+            continue
+        key = name.replace("/", ".")
+        value = OmegaConf.select(cfg, key)
+        if value is None and name == group:
+            raise ConfigError(f"no {group} is chosen", options=options, fix=f"{group}=NAME")
+        if value is not None and not OmegaConf.is_dict(value):
+            valid = nearest(str(value), options)
+            raise ConfigError(
+                f"{key}={value} puts a value where a part belongs", options=valid, fix=f"{name}={valid[0]}"
+            )
+    return cfg[group]
+
+
+def _without_priority(node: DictConfig) -> DictConfig:
+    node = node.copy()  # a copy keeps its parent, so interpolations still resolve
+    with open_dict(node):
+        node.pop("priority", None)
+    return node
+
+
+def plain(cfg: DictConfig, key: str) -> dict:
+    """A node of the config as a dict, interpolations resolved."""
+    try:
+        return OmegaConf.to_container(cfg[key], resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key} cannot be resolved: {' '.join(str(error).split())}") from error

@@ -1,0 +1,142 @@
+"""A Hugging Face causal language model, bound to kvframe's attention and run flat.
+
+Shape legend: T tokens of a step, K rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvframe.errors import UnsupportedModelError
+from kvframe.hf import rotary, seam
+from kvframe.hf.probe import probe
+from kvframe.hf.verify import verify as verify_model
+from kvframe.types import LayerSpec, StepPlan
+
+DRY = 4  # tokens of the dry forward
+
+
+class HFModel:
+    """What the engine knows of a model.
+
+    Attributes:
+        name: for reports. module: the nn.Module. tokenizer: HF tokenizer or None.
+        layers: one LayerSpec per attention layer, in order of their calls.
+        learned_sinks: layer index -> logits [Hq].
+        dtype, device: of keys and values; e.g. "bfloat16", "cuda:0".
+        eos_ids: every token that ends a text. bos_id: or None.
+        max_len: tokens of the longest request. vocab_size: V.
+        weight_bytes: bytes of parameters and buffers, shared ones once.
+        verified: error of the verification (see kvframe.hf.verify), or None when it was skipped.
+        notes: what a user should know (e.g. why max_len is limited).
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+
+    def __init__(self, module: nn.Module, name: str | None = None, tokenizer: Any = None, verify: bool = True):
+        """Probes, binds and verifies.
+
+        Args:
+            module: a causal LM of transformers, on its device, in its dtype.
+            verify: compare a few tokens with transformers' eager attention (see kvframe.hf.verify).
+        Raises: UnsupportedModelError naming what was seen; the module is left as it was.
+        """
+        self.module, self.name, self.tokenizer = module.eval(), name or type(module).__name__, tokenizer
+        self.running, self.notes = seam.Running(), []
+        weight = next(module.parameters())
+        self.device = str(weight.device)
+        config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
+        self.vocab_size = int(config.vocab_size)
+        self.eos_ids, self.bos_id = _ends(module, config)
+        self.max_len, notes = rotary.longest(module)
+        self.notes += notes
+        self.weight_bytes = _bytes(module)
+        parameters = inspect.signature(module.forward).parameters
+        self._keeps, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        before = [(c, c._attn_implementation) for c in seam.configs(module)]
+        try:
+            facts = probe(module, self._dry_forward)
+            if not self._takes_positions:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__}.forward takes no position_ids, so requests cannot share one flat forward"
+                )
+            self.layers, self.learned_sinks = facts.layers, facts.sinks
+            self.dtype = facts.layers[0].dtype
+            seam.bind(facts.modules, self.layers, self.running)
+            seam.set_implementation(module, seam.NAME)
+            self.verified = verify_model(self) if verify else None
+        except Exception:
+            for c, old in before:
+                c._attn_implementation = old
+            raise
+
+    @classmethod
+    def from_module(cls, module: nn.Module, name: str | None = None, *, tokenizer=None, verify: bool = True) -> HFModel:
+        """Wraps a module that exists already (see __init__)."""
+        return cls(module, name, tokenizer, verify)
+
+    def bind(self, cache: Any) -> None:
+        """From now on attention goes to `cache.attend(layer, q, k, v, plan)`."""
+        self.running.cache = cache
+
+    @torch.inference_mode()
+    def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
+        """One flat step.
+
+        Args:
+            tokens: int [T], the new tokens of all requests. plan: made by the bound cache for these tokens.
+            logits_at: int64 [K], rows of the step whose logits are wanted.
+        Returns: float32 logits [K, V] on the model's device.
+        """
+        self.running.plan = plan
+        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        keep = torch.from_numpy(np.asarray(logits_at, dtype=np.int64))
+        if self.device != "cpu":
+            ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
+        return self.flat_logits(ids, plan.positions, keep)
+
+    def flat_logits(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """`ids [T]`, `positions [T]`, `keep [K]` (None: all rows) -> float32 `[K, V]`."""
+        inputs = {"input_ids": ids[None], "use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = positions[None]
+        if keep is not None and self._keeps:
+            inputs["logits_to_keep"] = keep
+        logits = self.module(**inputs)[0][0]  # [T or K, V]
+        if keep is not None and not self._keeps:
+            logits = logits[keep]
+        return logits.float()
+
+    def _dry_forward(self) -> None:
+        with torch.inference_mode():
+            ids = torch.arange(3, 3 + DRY, device=self.device) % self.vocab_size
+            self.flat_logits(ids, torch.arange(DRY, device=self.device), torch.tensor([DRY - 1], device=self.device))
+
+    def __repr__(self) -> str:
+        return f"HFModel({self.name}, {len(self.layers)} attention layers, {self.dtype}, {self.device})"
+
+
+def _ends(module, config) -> tuple[frozenset[int], int | None]:
+    """Union of the EOS ids that the generation config and the config name, and the BOS id."""
+    eos, bos = set(), None
+    for source in (getattr(module, "generation_config", None), module.config, config):
+        ids = getattr(source, "eos_token_id", None)
+        eos |= {int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids]) if i is not None}
+        found = getattr(source, "bos_token_id", None)
+        bos = bos if bos is not None or found is None else int(found)
+    return frozenset(eos), bos
+
+
+def _bytes(module: nn.Module) -> int:
+    seen, total = set(), 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            total += tensor.nbytes
+    return total

@@ -1,0 +1,100 @@
+"""The seam to transformers: one attention function, and who it calls.
+
+transformers hands every attention layer's q, k, v to the function whose name stands in the config
+(`config._attn_implementation`). kvframe registers one such function and *no* mask for it, so masks are never
+built. The function finds the cache and the running plan through an attribute of the layer's module, because
+some models do not pass keyword arguments on.
+
+Shape legend: T tokens of a flat step, Hq/Hkv query/KV heads, Dk/Dv key/value size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from kvframe.types import LayerSpec
+
+NAME = "kvframe"
+ATTRIBUTE = "_kvframe"
+
+
+class Running:
+    """What all layers of one model share: the cache, and the plan of the running step."""
+
+    __slots__ = ("cache", "plan")
+
+    def __init__(self):
+        self.cache = self.plan = None
+
+
+class Binding:
+    """The attribute of one attention module: its place among the model's attention layers, and what it does."""
+
+    __slots__ = ("layer", "running", "spec")
+
+    def __init__(self, spec: LayerSpec, running: Running):
+        self.layer, self.spec, self.running = spec.index, spec, running
+
+
+def attention(module, query, key, value, attention_mask=None, **kwargs):
+    """`query [1, Hq, T, Dk]`, `key [1, Hkv, T, Dk]`, `value [1, Hkv, T, Dv]` -> `([1, T, Hq, Dv], None)`."""
+    binding = module._kvframe
+    running = binding.running
+    out = running.cache.attend(
+        binding.layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), running.plan
+    )
+    return out.unsqueeze(0), None
+
+
+def register(name: str, function) -> None:
+    """Makes `function` known to transformers under `name`."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, function)
+
+
+def bind(modules: list[nn.Module], layers: tuple[LayerSpec, ...], running: Running) -> None:
+    """Gives the modules, in order of their calls, their bindings."""
+    register(NAME, attention)
+    for module, spec in zip(modules, layers, strict=True):
+        object.__setattr__(module, ATTRIBUTE, Binding(spec, running))
+
+
+def configs(module: nn.Module) -> list:
+    """Every config object that decides which attention function some part of the model calls."""
+    found: dict[int, object] = {}
+
+    def add(config):
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation"):
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", None) or ():
+            add(getattr(config, name, None))
+
+    for part in module.modules():
+        add(getattr(part, "config", None))
+    return list(found.values())
+
+
+def set_implementation(module: nn.Module, name: str) -> None:
+    """From now on the model's attention layers call the function `name`.
+
+    Set on the configs themselves: `set_attn_implementation` refuses models by a search in their source
+    text, where kvframe looks at what they do.
+    """
+    for config in configs(module):
+        config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def implementation(module: nn.Module, name: str):
+    """The model's attention layers call the function `name` inside the block."""
+    before = [(config, config._attn_implementation) for config in configs(module)]
+    set_implementation(module, name)
+    try:
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation = old

@@ -1,0 +1,69 @@
+"""Random weights in the shape of a known model: for speed and memory work without weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvframe.hf.hub import torch_device, torch_dtype
+from kvframe.hf.model import HFModel
+from kvframe.shapes import find
+
+BLOCK = (1 << 22) + 4099  # normal draws that all weights are cut from; no round number, so rows differ
+
+
+def random_model(
+    shape: str = "tiny",
+    dtype: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    verify: bool = True,
+) -> HFModel:
+    """A model with the shape `shape` (see kvframe.shapes) and random weights; no tokenizer.
+
+    The same shape, dtype and seed give the same weights on every device.
+    Raises: ConfigError naming the valid shapes; UnsupportedModelError (see HFModel).
+    """
+    config, kind, place = find(shape).config(), torch_dtype(dtype), torch_device(device)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(place), FastRandom(seed, place):
+        module = AutoModelForCausalLM.from_config(config, dtype=kind)
+    return HFModel(module, f"random-{shape}", None, verify)
+
+
+class FastRandom(TorchDispatchMode):
+    """Random initialisation by copying: each tensor is cut from one block of normal draws.
+
+    Millions of draws become a memory copy (8e9 weights in seconds instead of minutes), whatever code of transformers
+    asks for them. Each tensor starts at another place of the block. Uniform draws become normal ones of the same mean
+    and variance: transformers draws them only where it draws again later.
+    """
+
+    def __init__(self, seed: int, device: torch.device):
+        super().__init__()
+        draws = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
+        self.block, self.at, self.scaled = draws.to(device), 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("aten::normal_", "aten::uniform_") and args[0].device.type != "meta":
+            given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | (kwargs or {})
+            first, second = ("mean", "std") if name == "aten::normal_" else ("from", "to")
+            low, high = float(given.get(first, 0.0)), float(given.get(second, 1.0))
+            if name == "aten::normal_":
+                return self._fill(args[0], high, low)
+            return self._fill(args[0], (high - low) / 12**0.5, (high + low) / 2)
+        return func(*args, **(kwargs or {}))
+
+    def _fill(self, x: torch.Tensor, std: float, mean: float) -> torch.Tensor:
+        key = (std, mean, x.dtype)
+        if key not in self.scaled:
+            self.scaled = {key: (self.block * std + mean).to(x.dtype)}  # the next tensors mostly want the same
+        block = self.scaled[key]
+        flat, done = x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()), 0
+        while done < flat.numel():
+            n = min(flat.numel() - done, BLOCK - self.at)
+            flat[done : done + n] = block[self.at : self.at + n]
+            self.at, done = (self.at + n) % BLOCK, done + n
+        return x if x.is_contiguous() else x.copy_(flat.view(x.shape))

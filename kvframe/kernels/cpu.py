@@ -1,0 +1,280 @@
+"""The fast kernel for CPUs: paged decode compiled with numba, prefill through torch's GEMMs.
+
+A step is a mix of requests. Those with at most FEW new tokens go, all together, to one compiled call that walks the
+block tables and reads each key and value once (`cpu_decode`). Longer chunks are few: one after the other gathers the
+blocks it may see and attends with GEMMs in tiles of queries (`cpu_prefill`).
+
+Shape legend: T tokens of the step, R requests, S block_size, Hq/Hkv query/KV heads, Dk/Dv sizes, n items.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
+from kvframe.storage import LayerStorage
+from kvframe.types import LayerSpec, StepPlan
+
+FEW = 16  # a request with at most this many new tokens goes token by token (benchmarks/attention_cpu.py --prefill)
+ALONE = 1 << 18  # bytes of keys and values that one thread has read before another one would be awake
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(slots=True)
+class Work:
+    """A step of one layer group, for all its layers: items for the compiled function and chunks for GEMMs.
+
+    Attributes:
+        items: int64 [n, 8], see `cpu_decode`; tables: int32 [R, B]; slots: int64 [T]; keys: what the items read.
+        split: some token has more than one item.
+    """
+
+    items: np.ndarray
+    tables: np.ndarray
+    slots: np.ndarray
+    keys: int
+    split: bool
+    chunks: list[Chunk]
+
+
+class CpuKernel(Kernel):
+    """Attention over block tables on the host, for one thread of the engine at a time.
+
+    Keeps what it derived from the last plan, and scratch memory; no state that changes a result.
+    """
+
+    name = "cpu"
+
+    def __init__(self):
+        self._plan: StepPlan | None = None
+        self._work: dict[tuple, Work] = {}
+        self._args = (ctypes.c_int64 * 32)()
+        self._at = ctypes.addressof(self._args)
+        self._buffers: dict[str, np.ndarray] = {}
+        self._pace = Pace()
+
+    def unsupported(
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+    ) -> list[str]:
+        reasons = []
+        if torch.device(device).type != "cpu":
+            reasons.append(f"it runs on device cpu, not on {device}")
+        if not all(codec.plain for codec in codecs):  # coded planes: a pointer type and a scale, see `cpu_vector`
+            reasons.append("it reads keys and values as the model computes them (cache/codec=none)")
+        if not retention.kernel_mask:
+            reasons.append("it knows masks of a window and sinks only")
+        if layer.dtype not in DTYPES:
+            reasons.append(f"it knows {' and '.join(DTYPES)}, not {layer.dtype}")
+        if layer.k_dim % 8 or layer.v_dim % 8:
+            reasons.append(f"head sizes must be multiples of 8, not {layer.k_dim} and {layer.v_dim}")
+        if importlib.util.find_spec("numba") is None:
+            reasons.append("numba is not installed (pip install numba)")
+        return reasons
+
+    def warm(self, dtype: str) -> None:
+        """Loads or compiles what a model of this dtype needs. May run in another thread while weights load."""
+        callback("scatter"), callback(dtype)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
+        """Copies `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
+        work = self._prepare(storage, plan)
+        (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()  # [N, S, Hkv, D]
+        k, v = (
+            x if x.stride(-1) == 1 and x.dtype is plane.dtype else x.to(plane.dtype).contiguous()
+            for x, plane in ((k, k_plane), (v, v_plane))
+        )
+        size = k.element_size()
+        struct.pack_into(
+            "13q", self._args, 0, k.shape[0], address(work.slots), storage.spec.kv_heads,
+            k.data_ptr(), k.stride(0) * size, k.stride(1) * size, k_plane.data_ptr(), k.shape[2] * size,
+            v.data_ptr(), v.stride(0) * size, v.stride(1) * size, v_plane.data_ptr(), v.shape[2] * size,
+        )  # fmt: skip
+        callback("scatter")(self._at)
+
+    def attend(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> torch.Tensor:
+        """`q [T, Hq, Dk]` -> `out [T, Hq, Dv]`."""
+        work = self._prepare(storage, plan)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        out = torch.empty(q.shape[0], q.shape[1], storage.spec.v_dim, dtype=q.dtype)
+        if len(work.items):
+            self._decode(q, out, storage, work)
+        for chunk in work.chunks:
+            prefill(q[chunk.start : chunk.stop], out[chunk.start : chunk.stop], storage, chunk)
+        return out
+
+    def _prepare(self, storage: LayerStorage, plan: StepPlan) -> Work:
+        """What all layers of a group share, made once per step."""
+        if self._plan is not plan:
+            self._plan, self._work = plan, {}
+        rule = storage.retention
+        key = (storage.group, rule.window, rule.sinks, storage.block_size)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = split_work(plan.host or plan, *key)
+        return work
+
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, storage: LayerStorage, work: Work) -> None:
+        """Fills the rows of `out [T, Hq, Dv]` that belong to decode tokens."""
+        from kvframe.kernels.cpu_decode import scratch_bytes
+
+        spec, items = storage.spec, len(work.items)
+        (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
+        hq, hkv, dk, dv = spec.q_heads, spec.kv_heads, spec.k_dim, spec.v_dim
+        nbytes = work.keys * hkv * (dk + dv) * q.element_size()
+        threads = self._pace.threads(nbytes)
+        # how heads are dealt out to threads changes no result: each head is computed the same way
+        per_work = hkv if items >= 2 * threads or threads == 1 else max(1, hkv * items // (2 * threads))
+        pieces = items * -(-hkv // per_work)
+        sinks = None if storage.learned_sinks is None else storage.learned_sinks.float().contiguous()
+        done = self._buffer("done", items * hkv) if work.split else None
+        if done is not None:
+            done[: items * hkv] = 0
+        size = scratch_bytes(hq, dk, dv)
+        struct.pack_into(
+            "23q2d", self._args, 0, 0, 0, pieces, per_work, address(self._buffer("scratch", threads * size // 8)), size,
+            q.data_ptr(), q.stride(0), q.stride(1), k_plane.data_ptr(), v_plane.data_ptr(), out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(), address(work.items), address(work.tables), work.tables.shape[1],
+            address(self._buffer("partial", items * hq * (dv + 2) // 2 + 1)) if work.split else 0,
+            0 if done is None else address(done), hq, hkv, dk, dv, storage.block_size,
+            spec.scale, spec.softcap or 0.0,
+        )  # fmt: skip
+        start = time.perf_counter()
+        run(callback(spec.dtype), self._at, min(threads, pieces))
+        self._pace.note(nbytes, threads, time.perf_counter() - start)
+
+    def _buffer(self, name: str, words: int) -> np.ndarray:
+        """An int64 array of at least so many words, the same one from call to call."""
+        held = self._buffers.get(name)
+        if held is None or held.size < words:
+            held = self._buffers[name] = np.zeros(words + words // 2 + 8, dtype=np.int64)
+        return held
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+# ---------------------------------------------------------------- the plan, split into work
+
+
+def split_work(plan: StepPlan, group: int, window: int | None, sinks: int, block_size: int) -> Work:
+    """Sorts the requests of a step into items and chunks."""
+    starts, positions = np.asarray(plan.query_starts), np.asarray(plan.positions, dtype=np.int64)
+    tables = np.ascontiguousarray(plan.groups[group].tables, dtype=np.int32)
+    slots = np.ascontiguousarray(plan.groups[group].slots, dtype=np.int64)
+    counts = np.diff(starts)
+    tokens = np.flatnonzero(np.repeat(counts <= FEW, counts))  # numbers of the tokens of decode requests
+    rows = np.repeat(np.arange(len(counts)), counts)[tokens]
+    items, keys = make_items(tokens, rows, positions[tokens], window, sinks)
+    chunks = [
+        make_chunk(int(starts[r]), int(starts[r + 1]), int(positions[starts[r]]), tables[r], window, sinks, block_size)
+        for r in np.flatnonzero(counts > FEW)
+    ]
+    return Work(items, tables, slots, keys, bool((items[:, 7] > 1).any()), chunks)
+
+
+def make_items(tokens, rows, positions, window: int | None, sinks: int) -> tuple[np.ndarray, int]:
+    """Items `[n, 8]` of decode tokens, and the keys they read. `tokens`, `rows`, `positions`: [m].
+
+    See the drawing in `cpu_decode`: a token has the splits that hold a sink, then those that hold the window.
+    """
+    from kvframe.kernels.cpu_decode import ITEM, SPLIT
+
+    stop = positions + 1
+    low = np.zeros_like(stop) if window is None else np.maximum(stop - window, 0)
+    sink = np.minimum(low, sinks)  # visible are [0, sink) and [low, stop)
+    first_window = low // SPLIT
+    sink_splits = np.minimum(-(-sink // SPLIT), first_window)  # those that hold nothing of the window
+    count = sink_splits + (stop - 1) // SPLIT - first_window + 1
+    owner = np.repeat(np.arange(len(tokens)), count)  # [n]
+    first = np.cumsum(count) - count
+    j = np.arange(len(owner)) - first[owner]
+    grid = np.where(j < sink_splits[owner], j, j - sink_splits[owner] + first_window[owner]) * SPLIT
+    items = np.empty((len(owner), ITEM), dtype=np.int64)
+    items[:, 0], items[:, 1] = tokens[owner], rows[owner]
+    for column, (a, b) in ((2, (0, sink[owner])), (4, (low[owner], stop[owner]))):
+        items[:, column] = np.clip(a, grid, grid + SPLIT)
+        items[:, column + 1] = np.clip(b, grid, grid + SPLIT)
+    items[:, 6], items[:, 7] = first[owner], count[owner]
+    return items, int((sink + stop - low).sum())
+
+
+# ---------------------------------------------------------------- threads
+
+
+class Pace:
+    """How many threads to use, learned from what they cost lately.
+
+    On a quiet machine torch's team is faster; with a busy neighbour on one core the team waits, in each call, for a
+    thread that does not get its turn. So both are timed, in seconds per byte, and the slower one is tried again every
+    now and then. Results do not depend on it.
+    """
+
+    AGAIN = 50  # calls between two tries of the slower way
+
+    def __init__(self):
+        self.cost = {False: 0.0, True: 0.0}  # with the team?; 0: not tried yet
+        self.calls = 0
+
+    def threads(self, nbytes: int) -> int:
+        threads = torch.get_num_threads()
+        if threads == 1 or nbytes <= ALONE or team() is None:
+            return 1
+        self.calls += 1
+        faster = self.cost[True] <= self.cost[False] or not self.cost[True]
+        return threads if faster != (self.calls % self.AGAIN == 0) else 1
+
+    def note(self, nbytes: int, threads: int, seconds: float) -> None:
+        if nbytes > ALONE:
+            old, new = self.cost[threads > 1], seconds / nbytes
+            self.cost[threads > 1] = new if not old else 0.75 * old + 0.25 * min(new, 4 * old)
+
+
+_lock, _callbacks, _team = threading.Lock(), {}, []
+
+
+def callback(name: str):
+    """A compiled function of `cpu_decode` as a ctypes function `void f(int64 address)` that runs without the GIL."""
+    function = _callbacks.get(name)
+    if function is None:
+        with _lock:
+            from kvframe.kernels import cpu_decode
+
+            native = cpu_decode.compiled(name)
+            function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(native.address)
+            function.native = native  # its code lives as long as this object
+            _callbacks[name] = function
+    return function
+
+
+def team():
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP runtime that torch uses, or None.
+
+    A pool of our own would fight with torch's workers, which spin for milliseconds after each operation.
+    """
+    if not _team:
+        try:
+            function = ctypes.CDLL(None).GOMP_parallel
+            function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)
+            function.restype = None
+        except (AttributeError, OSError, TypeError):
+            function = None
+        _team.append(function)
+    return _team[0]
+
+
+def run(function, at: int, threads: int) -> None:
+    """Runs `function(at)` on so many threads at once."""
+    if threads > 1:
+        team()(ctypes.cast(function, ctypes.c_void_p), at, threads, 0)
+    else:
+        function(at)

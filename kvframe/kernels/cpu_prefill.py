@@ -1,0 +1,136 @@
+"""Attention of a prefill chunk on the CPU: gather what it may see once, then GEMMs in tiles of queries.
+
+No tensor grows with chunk x context x heads: scores exist for one tile of TILE_Q queries (and TILE_K keys) at a time.
+
+Shape legend: C new tokens of the request, c of a tile, L visible tokens, l of a tile, S block_size, Hq/Hkv query/KV
+heads, G = Hq / Hkv, Dk/Dv sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvframe.storage import LayerStorage
+from kvframe.types import LayerSpec
+
+TILE_Q = 256  # queries that attend at once
+TILE_K = 1024  # keys at once where scaled_dot_product_attention cannot help
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens [start, stop) of a step, all of one request.
+
+    Attributes:
+        spans: per range of visible positions the ids of its blocks, int64, and the slots to keep of these blocks laid
+            end to end: a slice, or indices where blocks are missing.
+        tiles: `(first query, last query + 1, first key, last key + 1, mask bool [c, l])`, counted from the first query
+            of the chunk and from the first visible key.
+    """
+
+    start: int
+    stop: int
+    spans: list[tuple[torch.Tensor, slice | torch.Tensor]]
+    tiles: list[tuple[int, int, int, int, torch.Tensor]]
+
+
+def make_chunk(start: int, stop: int, first: int, table, window: int | None, sinks: int, block_size: int) -> Chunk:
+    """Chunk of tokens [start, stop) whose first position is `first`; `table [B]` is the request's.
+
+    With block 4, window 6 and 2 sinks, the queries 13..15 see positions 0..1 and 8..15. The spans are block 0 of the
+    table, slots 0:2, and blocks 2 and 3 of the table, slots 0:8.
+    """
+    end = first + stop - start
+    low = 0 if window is None else max(first - window + 1, 0)
+    spans, visible = [], []
+    for a, b in ((0, min(sinks, low)), (low, end)):
+        if a >= b:
+            continue
+        head = a // block_size  # logical block where the range begins
+        logical = np.arange(head, (b - 1) // block_size + 1)
+        pos, alive = np.arange(a, b), table[logical] != 0
+        if alive.all():
+            keep = slice(a - head * block_size, b - head * block_size)
+        else:
+            pos = pos[alive[pos // block_size - head]]
+            rank = np.cumsum(alive) - 1  # number of a logical block among those that are there
+            keep = torch.from_numpy(rank[pos // block_size - head] * block_size + pos % block_size)
+        spans.append((torch.from_numpy(table[logical[alive]].astype(np.int64)), keep))
+        visible.append(pos)
+    k_pos = np.concatenate(visible)  # [L], ascending
+    tiles = []
+    for a in range(first, end, TILE_Q):
+        b = min(a + TILE_Q, end)
+        left = 0 if sinks or window is None else int(np.searchsorted(k_pos, a - window + 1))
+        right = int(np.searchsorted(k_pos, b))
+        q, k = np.arange(a, b)[:, None], k_pos[None, left:right]
+        mask = k <= q
+        if window is not None:
+            mask &= (q - k < window) | (k < sinks)
+        tiles.append((a - first, b - first, left, right, torch.from_numpy(mask)))
+    return Chunk(start, stop, spans, tiles)
+
+
+def prefill(q: torch.Tensor, out: torch.Tensor, storage: LayerStorage, chunk: Chunk) -> None:
+    """Fills `out [C, Hq, Dv]` for the queries `q [C, Hq, Dk]` of one chunk."""
+    spec = storage.spec
+    (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
+    k, v = gather(k_plane, chunk), gather(v_plane, chunk)  # [L, Hkv, D]
+    if q.dtype == torch.bfloat16 and not native_bfloat16():  # its GEMM is several times slower than in fp32
+        q, k, v = q.float(), k.float(), v.float()
+    q = q.reshape(q.shape[0], spec.kv_heads, -1, spec.k_dim).permute(1, 2, 0, 3)  # [Hkv, G, C, Dk]
+    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, L, D]
+    plain = spec.softcap is None and storage.learned_sinks is None and spec.k_dim == spec.v_dim
+    tile = sdpa_tile if plain else matmul_tile
+    for a, b, left, right, mask in chunk.tiles:
+        x = tile(q[:, :, a:b], k[:, left:right], v[:, left:right], mask, spec, storage.learned_sinks)  # [Hkv, G, c, Dv]
+        out[a:b] = x.permute(2, 0, 1, 3).reshape(b - a, spec.q_heads, spec.v_dim)
+
+
+def gather(plane: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """Visible vectors of a chunk: `plane [N, S, Hkv, D]` -> `[L, Hkv, D]`; no copy where they lie in one block."""
+    parts = [
+        (plane[int(blocks[0])] if len(blocks) == 1 else plane.index_select(0, blocks).flatten(0, 1))[keep]
+        for blocks, keep in chunk.spans
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@cache
+def native_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def sdpa_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tensor:
+    """`q [Hkv, G, c, D]`, `k, v [Hkv, l, D]`, `mask [c, l]` -> `[Hkv, G, c, D]`. KV heads stand where a batch would."""
+    k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))  # [Hkv, G, l, D], no copy
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+
+
+def matmul_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tensor:
+    """The same with softcap, learned sinks and Dk != Dv: online softmax over tiles of TILE_K keys, in fp32."""
+    hkv, G, c, _ = q.shape
+    flat = q.reshape(hkv, G * c, -1)  # [Hkv, G c, Dk]
+    if learned_sinks is None:
+        top, total = q.new_full((hkv, G, c, 1), -1e30, dtype=torch.float32), 0.0
+    else:  # one more score, without a value
+        top, total = learned_sinks.float().view(hkv, G, 1, 1).expand(-1, -1, c, 1), 1.0
+    acc = q.new_zeros(hkv, G, c, spec.v_dim, dtype=torch.float32)
+    for a in range(0, k.shape[1], TILE_K):
+        b = min(a + TILE_K, k.shape[1])
+        s = torch.bmm(flat, k[:, a:b].transpose(1, 2)).float().view(hkv, G, c, b - a).mul_(spec.scale)
+        if spec.softcap is not None:
+            s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        s.masked_fill_(~mask[:, a:b], float("-inf"))
+        new = torch.maximum(top, s.amax(-1, keepdim=True))
+        p = s.sub_(new).exp_()
+        shrink = torch.exp(top - new)
+        total = total * shrink + p.sum(-1, keepdim=True)
+        acc = acc * shrink + torch.bmm(p.view(hkv, G * c, -1).to(v.dtype), v[:, a:b]).view(hkv, G, c, -1)
+        top = new
+    return acc / total

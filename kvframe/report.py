@@ -1,0 +1,141 @@
+"""What commands show and write: tables for people, JSON and CSV for machines, bytes in units."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvframe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# a list of numbers over several lines; line ends within texts are escaped, so it is never part of one
+_NUMBERS = re.compile(r"\[\n\s+([-+.\deE]+(?:,\n\s+[-+.\deE]+)*)\n\s+\]")
+
+
+def human_bytes(n: float) -> str:
+    """`1536` -> "1.50 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """`0.0123` -> "12.3 ms"; None -> "-"."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console without surprises: no markup or highlighting of what models write. Wide when it is no terminal,
+    so that a pipe sees whole lines."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else 200
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, soft_wrap=False)
+
+
+def table(
+    rows: Iterable[Sequence[Any]], columns: Sequence[str], *, title: str | None = None, right: Iterable[str] = ()
+):
+    """A rich table of texts. `right` names the columns that are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in set(right) else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    return made
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def check_out(path: Path, key: str = "out") -> Path:
+    """Refuses a result path that cannot be written, before the work is done.
+
+    Raises:
+        ConfigError: it is a folder, or lies in something that is not a folder.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{key}={path} is a folder", fix=f"{key}={path / 'run.json'}")
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"{key}={path} cannot be written: {parent} is not a folder that you may write to")
+    return path
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    """Writes a file whole or not at all: to a neighbour first, which then takes the name."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except BaseException:  # Ctrl-C too
+        draft.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_json(path: Path | str, value: Any) -> Path:
+    """Strict JSON: NaN and infinities become null. Lists of numbers stand on one line."""
+    text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    return write_text(path, text + "\n")
+
+
+def write_csv(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """One line per row; the columns are the keys of all rows in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return write_text(path, text.getvalue())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that a result depends on; read without importing anything."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {}
+    for name in ("kvframe", "torch", "transformers", "numpy", "numba", "hydra-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {**found, "python": platform.python_version(), "platform": platform.platform()}
