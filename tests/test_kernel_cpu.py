@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
+from numba.core import caching
 
 from kvframe.interfaces import Retention
-from kvframe.kernels import cpu_prefill
+from kvframe.kernels import cpu_decode, cpu_prefill
 from kvframe.kernels.cpu import FEW, CpuKernel, Pace
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.storage import LayerStorage
@@ -211,10 +212,11 @@ def test_threads_and_pace(monkeypatch):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_pace_prefers_what_was_faster():
+def test_pace_prefers_what_was_faster(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     pace, big = Pace(), 1 << 24
     if pace.threads(big) == 1:
-        pytest.skip("no team of threads here")
+        pytest.skip("torch does not use libgomp here")
     assert pace.threads(1000) == 1
     for _ in range(20):
         n = pace.threads(big)
@@ -225,6 +227,12 @@ def test_pace_prefers_what_was_faster():
     for _ in range(20):
         pace.note(big, 2, 0.5)
     assert pace.threads(big) > 1
+
+
+def test_no_folder_for_the_cache(monkeypatch):
+    """numba finds no place to keep what it compiled: it is compiled for this process."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert cpu_decode.compiled("scatter").address
 
 
 @pytest.mark.parametrize("chunk", [1, 40])

@@ -36,8 +36,8 @@ class FastRandom(TorchDispatchMode):
     """Random initialisation by copying: each tensor is cut from one block of normal draws.
 
     Millions of draws become a memory copy (8e9 weights in seconds instead of minutes), whatever code of transformers
-    asks for them. Each tensor starts at another place of the block. Uniform draws become normal ones of the same mean
-    and variance: transformers draws them only where it draws again later.
+    asks for them. Each tensor starts at another place of the block. Uniform draws are left out: torch makes them in the
+    constructors of layers, and transformers draws normally afterwards.
     """
 
     def __init__(self, seed: int, device: torch.device):
@@ -47,13 +47,11 @@ class FastRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if name in ("aten::normal_", "aten::uniform_") and args[0].device.type != "meta":
+        if name == "aten::uniform_":
+            return args[0]
+        if name == "aten::normal_":
             given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | (kwargs or {})
-            first, second = ("mean", "std") if name == "aten::normal_" else ("from", "to")
-            low, high = float(given.get(first, 0.0)), float(given.get(second, 1.0))
-            if name == "aten::normal_":
-                return self._fill(args[0], high, low)
-            return self._fill(args[0], (high - low) / 12**0.5, (high + low) / 2)
+            return self._fill(args[0], float(given.get("std", 1.0)), float(given.get("mean", 0.0)))
         return func(*args, **(kwargs or {}))
 
     def _fill(self, x: torch.Tensor, std: float, mean: float) -> torch.Tensor:

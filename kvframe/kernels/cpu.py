@@ -147,8 +147,9 @@ class CpuKernel(Kernel):
             0 if done is None else address(done), hq, hkv, dk, dv, storage.block_size,
             spec.scale, spec.softcap or 0.0,
         )  # fmt: skip
+        function = callback(spec.dtype)
         start = time.perf_counter()
-        run(callback(spec.dtype), self._at, min(threads, pieces))
+        run(function, self._at, min(threads, pieces))
         self._pace.note(nbytes, threads, time.perf_counter() - start)
 
     def _buffer(self, name: str, words: int) -> np.ndarray:

