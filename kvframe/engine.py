@@ -35,6 +35,8 @@ class Engine:
         prefill_chunk: most tokens of one request in a step; None: only the budget bounds it.
         clock: "wall", or "virtual" (admission does not depend on wall time).
         seed: base of the seeds of requests that bring none.
+        pack_weights: linear layers may take copies of their weights in the form that this machine multiplies fastest
+            (see kvframe.hf.linear); False keeps the memory.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         prefill_chunk=None,
         clock="wall",
         seed=0,
+        pack_weights=True,
     ):
         for name, value in (
             ("max_len", max_len),
@@ -67,6 +70,7 @@ class Engine:
         self._live: dict[str, list[Sequence]] = {}
         self._done: list[Event] = []  # events that are known before a step
         model.bind(cache)
+        self.packed_bytes = model.pack_weights() if pack_weights else 0
 
     # -- requests --------------------------------------------------------------------------------------------
 

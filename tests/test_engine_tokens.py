@@ -52,7 +52,8 @@ def test_greedy_tokens_equal_ref(arch, strategy, chunk, short):
         assert output.finish_reason == "length" and len(output.output_tokens) == NEW
         checked += compared(arch, tuple(output.prompt_tokens), tuple(output.output_tokens))
     assert checked >= 0.9 * NEW * len(outputs), f"only {checked} tokens could be compared: the tiny model is too flat"
-    if short and strategy != "contiguous":
+    # under a window of half a block a request never holds more than when it was admitted
+    if short and strategy != "contiguous" and (arch, strategy) != ("mistral", "paged-16"):
         assert engine.summary()["preemptions"] > 0, "this test wants preemption"
     if strategy == "contiguous":
         assert engine.summary()["preemptions"] == 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import UnsupportedModelError
-from kvframe.hf import rotary, seam
+from kvframe.hf import linear, rotary, seam
 from kvframe.hf.probe import probe
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
@@ -49,6 +49,7 @@ class HFModel:
         """
         self.module, self.name, self.tokenizer = module.eval(), name or type(module).__name__, tokenizer
         self.running, self.notes = seam.Running(), []
+        self.packed_bytes: int | None = None
         weight = next(module.parameters())
         self.device = str(weight.device)
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
@@ -84,6 +85,15 @@ class HFModel:
     def bind(self, cache: Any) -> None:
         """From now on attention goes to `cache.attend(layer, q, k, v, plan)`."""
         self.running.cache = cache
+
+    def pack_weights(self) -> int:
+        """Lets linear layers keep copies of their weights that this machine multiplies faster; see kvframe.hf.linear.
+
+        Answers the bytes of the copies. A second call changes nothing.
+        """
+        if self.packed_bytes is None:
+            self.packed_bytes = linear.pack(self.module)
+        return self.packed_bytes
 
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:

@@ -21,7 +21,9 @@ class ReferenceKernel(Kernel):
 
     name = "reference"
 
-    def unsupported(self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str) -> list[str]:
+    def unsupported(
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+    ) -> list[str]:
         return []
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
