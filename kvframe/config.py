@@ -152,7 +152,7 @@ def build(cfg: DictConfig) -> Engine:
     context = cache_context(cfg, model)
     engine = plain(cfg, "engine")
     engine["max_len"] = context.max_len
-    return Engine(model, build_cache(cfg, context), **engine)
+    return Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
 
 
 def build_model(cfg: DictConfig) -> Any:

@@ -37,6 +37,7 @@ class Engine:
         seed: base of the seeds of requests that bring none.
         pack_weights: linear layers may take copies of their weights in the form that this machine multiplies fastest
             (see kvframe.hf.linear); False keeps the memory.
+        hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Engine:
         clock="wall",
         seed=0,
         pack_weights=True,
+        hooks=None,
     ):
         for name, value in (
             ("max_len", max_len),
@@ -61,7 +63,7 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
         self.model, self.cache, self.max_len = model, cache, max_len
-        self.seed = seed
+        self.seed, self.hooks = seed, hooks
         self.clock = make_clock(clock)
         self.scheduler = Scheduler(cache, max_requests, max_step_tokens, prefill_chunk or max_step_tokens)
         self.text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
@@ -69,7 +71,6 @@ class Engine:
         self._names, self._unseeded = itertools.count(), itertools.count()
         self._live: dict[str, list[Sequence]] = {}
         self._done: list[Event] = []  # events that are known before a step
-        model.bind(cache)
         self.packed_bytes = model.pack_weights() if pack_weights else 0
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ class Engine:
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> None:
         began = self.clock.now()
+        self.model.bind(self.cache)  # engines may share a model
         plan = self.cache.plan(batch)
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         ends = np.cumsum([n for _, n in batch]) - 1
@@ -175,7 +177,12 @@ class Engine:
             self.cache.commit(sequence, n)
             sequence.computed += n
         self.clock.stepped()
-        self.meter.step(self.clock.now() - began, len(tokens), self.cache.stats())
+        seconds, stats = self.clock.now() - began, self.cache.stats()
+        self.meter.step(seconds, len(tokens), stats)
+        if self.hooks is not None:
+            self.hooks.kvframe_on_step(
+                step=self.meter.steps - 1, requests=len(batch), tokens=len(tokens), seconds=seconds, stats=stats
+            )
         if ready:
             self._sample(logits, [batch[i][0] for i in ready])
 
@@ -236,9 +243,13 @@ class Engine:
         samples.remove(sequence)
         if not samples:
             del self._live[sequence.request_id]
-        output = sequence.output(reason, error)
+        self._answer(sequence.output(reason, error), token, delta)
+
+    def _answer(self, output: RequestOutput, token: int | None = None, delta: str = "") -> None:
         self.meter.outputs.append(output)
-        self._done.append(Event(sequence.request_id, sequence.sample, token, delta, output))
+        self._done.append(Event(output.id, output.sample, token, delta, output))
+        if self.hooks is not None:
+            self.hooks.kvframe_on_finish(output=output)
 
     # -- runs ------------------------------------------------------------------------------------------------
 
@@ -263,9 +274,7 @@ class Engine:
             self._done.clear()
 
     def _refuse(self, request: Request, error: str) -> None:
-        output = RequestOutput(id=request.id, prompt=request.prompt, finish_reason="refused", error=error)
-        self.meter.outputs.append(output)
-        self._done.append(Event(output.id, 0, None, "", output))
+        self._answer(RequestOutput(id=request.id, prompt=request.prompt, finish_reason="refused", error=error))
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Runs the requests to their end: one output per sample, in the order of the requests."""

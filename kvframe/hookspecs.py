@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from kvframe.outputs import RequestOutput
+    from kvframe.types import CacheStats
 
 hookspec = pluggy.HookspecMarker("kvframe")
 hookimpl = pluggy.HookimplMarker("kvframe")
@@ -50,18 +49,15 @@ def kvframe_config_path() -> str:
 
 
 @hookspec
-def kvframe_on_step(step: int, stats: Mapping) -> None:
+def kvframe_on_step(step: int, requests: int, tokens: int, seconds: float, stats: CacheStats) -> None:
     """A step of the engine is done.
 
     Args:
-        step: number of the step, from 0.
-        stats: tokens, requests, seconds and cache bytes of the step.
+        step: number of the step in this run, from 0.
+        requests, tokens: sequences that took part, and tokens that were computed.
+        seconds: duration by the engine's clock.
+        stats: the cache's bytes and counters after the step.
     """
-
-
-@hookspec
-def kvframe_on_evict(group: int, blocks: Sequence[int]) -> None:
-    """The index gave up these blocks of one layer group to make room."""
 
 
 @hookspec

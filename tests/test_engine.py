@@ -291,3 +291,38 @@ def test_summary_adds_up():
     assert summary["kv_bytes_reserved"] == summary["kv_bytes_peak"] == 3 * block
     assert 0 < summary["kv_bytes_used"] < summary["kv_bytes_reserved"]
     assert summary["utilization"] == pytest.approx(12.5 / 96, abs=1e-6), "mean of 10..15 tokens of 96 slots"
+
+
+def test_engines_may_share_a_model():
+    first, second = engine("paged-16"), engine("contiguous")
+    requests = [ask(tokens(20, i)) for i in range(3)]
+    alone = [o.output_tokens for o in first.generate(requests)]
+    assert [o.output_tokens for o in second.generate(requests)] == alone
+    assert [o.output_tokens for o in first.generate(requests)] == alone
+    for i in range(3):
+        first.add(ask(tokens(20, i)))
+        second.add(ask(tokens(20, i)))
+    found = {id(first): [], id(second): []}
+    while first.has_work or second.has_work:
+        for e in (first, second):
+            found[id(e)] += [event.output.output_tokens for event in e.step() if event.output]
+    assert found[id(first)] == found[id(second)] == alone
+
+
+def test_watching_hooks_see_every_step_and_every_end():
+    seen = {"steps": 0, "tokens": 0, "done": []}
+
+    class Hooks:
+        def kvframe_on_step(self, step, requests, tokens, seconds, stats):
+            assert step == seen["steps"] and stats.total("reserved") > 0
+            seen["steps"] += 1
+            seen["tokens"] += tokens
+
+        def kvframe_on_finish(self, output):
+            seen["done"].append((output.id, output.finish_reason))
+
+    e = engine()
+    e.hooks = Hooks()
+    e.generate([ask(tokens(10), id="a"), ask(tokens(200), id="long")])
+    assert seen["done"] == [("long", "refused"), ("a", "length")]
+    assert (seen["steps"], seen["tokens"]) == (e.summary()["steps"], e.summary()["computed_tokens"]) == (6, 15)

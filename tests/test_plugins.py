@@ -44,7 +44,10 @@ BROKEN = {
     "raises": ("raise RuntimeError('no luck today')", "no luck today"),
     "imports": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
     "hook": ("@hookimpl\ndef kvframe_confg_path():\n    return ''", "kvframe_confg_path.*kvframe_config_path"),
-    "argument": ("@hookimpl\ndef kvframe_on_step(step, stat):\n    pass", "kvframe_on_step.*'stat'.*step, stats"),
+    "argument": (
+        "@hookimpl\ndef kvframe_on_step(step, stat):\n    pass",
+        "kvframe_on_step.*'stat'.*step, requests, tokens, seconds, stats",
+    ),
     "api": ("api = 99", "interfaces 99.*interfaces 1"),
     "nowhere": ("@hookimpl\ndef kvframe_config_path():\n    return 'pkg://not.there'", "not.there.*does not exist"),
     "number": ("@hookimpl\ndef kvframe_config_path():\n    return 7", "answers 7"),
@@ -106,7 +109,7 @@ def test_third_party_plugins_can_be_left_out(install, monkeypatch):
 def test_watch_hooks_reach_every_plugin(install):
     install("watch", "seen = []\n@hookimpl\ndef kvframe_on_step(stats):\n    seen.append(stats)\n")
     manager = loading.plugins().manager
-    manager.hook.kvframe_on_step(step=3, stats={"tokens": 5})
+    manager.hook.kvframe_on_step(step=3, requests=1, tokens=5, seconds=0.1, stats={"tokens": 5})
     assert manager.get_plugin("watch").seen == [{"tokens": 5}]
 
 
