@@ -12,6 +12,7 @@ Importing this module puts the config folders of all plugins on Hydra's search p
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -146,13 +147,23 @@ def build(cfg: DictConfig) -> Engine:
         ConfigError: a parameter that does not exist or a value that cannot work; IncompatibleCacheError,
         CapacityError, UnsupportedModelError, MissingPackageError: see kvframe.errors.
     """
+    kernels = build_kernels(cfg)
+    _warm(kernels, plain(cfg, "model"))
     model = build_model(cfg)
     from kvframe.engine import Engine
 
-    context = cache_context(cfg, model)
+    context = cache_context(cfg, model, kernels)
     engine = plain(cfg, "engine")
     engine["max_len"] = context.max_len
     return Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
+
+
+def _warm(kernels: Iterable[Kernel], model: dict) -> None:
+    """Kernels that compile do it in a thread of their own while the weights load. Not a daemon thread: a compiler
+    that is cut off at exit may crash."""
+    device, dtype = str(model.get("device", "cpu")), model.get("dtype")
+    for kernel in kernels:
+        threading.Thread(target=kernel.warm, args=(device, dtype), name=f"warm-{kernel.name}").start()
 
 
 def build_model(cfg: DictConfig) -> Any:
@@ -160,8 +171,8 @@ def build_model(cfg: DictConfig) -> Any:
     return create(_chosen(cfg, "model"), "model")
 
 
-def cache_context(cfg: DictConfig, model: Any) -> CacheContext:
-    """What a cache for this model and these engine limits is built for."""
+def cache_context(cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | None = None) -> CacheContext:
+    """What a cache for this model and these engine limits is built for. kernels: built from the config when None."""
     from kvframe.interfaces import CacheContext
 
     engine = plain(cfg, "engine")
@@ -178,7 +189,7 @@ def cache_context(cfg: DictConfig, model: Any) -> CacheContext:
         max_len=max_len,
         max_requests=engine["max_requests"],
         max_step_tokens=engine["max_step_tokens"],
-        kernels=build_kernels(cfg),
+        kernels=kernels or build_kernels(cfg),
         learned_sinks=model.learned_sinks,
     )
 

@@ -18,6 +18,7 @@ from kvframe.sampling import BadLogitsError, SampleInput, resolve_seed, sample
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 from kvframe.text import TextCodec
+from kvframe.threads import Threads
 from kvframe.types import Request
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Engine:
         self.scheduler = Scheduler(cache, max_requests, max_step_tokens, prefill_chunk or max_step_tokens)
         self.text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
         self.meter = Meter()
+        self.threads = Threads(adapt=model.device == "cpu" and clock == "wall")
         self._names, self._unseeded = itertools.count(), itertools.count()
         self._live: dict[str, list[Sequence]] = {}
         self._done: list[Event] = []  # events that are known before a step
@@ -172,7 +174,8 @@ class Engine:
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         ends = np.cumsum([n for _, n in batch]) - 1
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
-        logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
+        with self.threads.step():
+            logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
         for sequence, n in batch:
             self.cache.commit(sequence, n)
             sequence.computed += n

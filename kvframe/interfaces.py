@@ -238,6 +238,10 @@ class Kernel(ABC):
     ) -> list[str]:
         """Reasons why this kernel cannot serve a layer with these K and V codecs; empty when it can."""
 
+    def warm(self, device: str, dtype: str) -> None:
+        """Loads or compiles what a model of this dtype will need on this device ("auto": the fastest there is).
+        Called in a thread while weights load; must be quick where there is nothing to do."""
+
     @abstractmethod
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` into the slots of the plan."""

@@ -17,8 +17,8 @@ from kvframe_plugins.no_codec import NoCodec
 from numba.core import caching
 
 from kvframe.interfaces import Retention
-from kvframe.kernels import cpu_decode, cpu_prefill
-from kvframe.kernels.cpu import FEW, CpuKernel, Pace
+from kvframe.kernels import cpu, cpu_decode, cpu_prefill
+from kvframe.kernels.cpu import FEW, CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.storage import LayerStorage
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
@@ -202,31 +202,15 @@ def test_a_request_does_not_depend_on_its_neighbours(dtype, rule):
         at += chunk
 
 
-def test_threads_and_pace(monkeypatch):
+def test_result_does_not_depend_on_the_number_of_threads(monkeypatch):
     """Work that is shared out by items and by heads, with the team forced on and off."""
     step = make_step(make_spec(8, 4, 32, 32), [(2000, 1), (700, 2), (30, 1)], 16)
     results = []
     for threads in (1, 2, 3, 8):
-        monkeypatch.setattr(Pace, "threads", lambda self, nbytes, n=threads: n)
+        monkeypatch.setattr(cpu, "ALONE", 0)
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         results.append(attend(CpuKernel(), step))
     assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-def test_pace_prefers_what_was_faster(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    pace, big = Pace(), 1 << 24
-    if pace.threads(big) == 1:
-        pytest.skip("torch does not use libgomp here")
-    assert pace.threads(1000) == 1
-    for _ in range(20):
-        n = pace.threads(big)
-        pace.note(big, n, 1.0 if n == 1 else 5.0)  # a neighbour: the team is slow
-    assert pace.threads(big) == 1
-    used = [pace.threads(big) for _ in range(2 * Pace.AGAIN)]
-    assert 1 <= sum(n > 1 for n in used) <= 3  # and is tried again now and then
-    for _ in range(20):
-        pace.note(big, 2, 0.5)
-    assert pace.threads(big) > 1
 
 
 def test_no_folder_for_the_cache(monkeypatch):

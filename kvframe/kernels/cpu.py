@@ -13,7 +13,6 @@ import ctypes
 import importlib.util
 import struct
 import threading
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
-FEW = 16  # a request with at most this many new tokens goes token by token (benchmarks/attention_cpu.py --prefill)
+FEW = 16  # most new tokens of a request that goes token by token; see benchmarks/attention_cpu.py --prefill
 ALONE = 1 << 18  # bytes of keys and values that one thread has read before another one would be awake
 DTYPES = ("float32", "bfloat16")
 
@@ -60,7 +59,6 @@ class CpuKernel(Kernel):
         self._args = (ctypes.c_int64 * 32)()
         self._at = ctypes.addressof(self._args)
         self._buffers: dict[str, np.ndarray] = {}
-        self._pace = Pace()
 
     def unsupported(
         self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
@@ -80,9 +78,10 @@ class CpuKernel(Kernel):
             reasons.append("numba is not installed (pip install numba)")
         return reasons
 
-    def warm(self, dtype: str) -> None:
-        """Loads or compiles what a model of this dtype needs. May run in another thread while weights load."""
-        callback("scatter"), callback(dtype)
+    def warm(self, device: str, dtype: str) -> None:
+        here = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        if here and dtype in DTYPES and importlib.util.find_spec("numba") is not None:
+            callback("scatter"), callback(dtype)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Copies `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
@@ -130,7 +129,7 @@ class CpuKernel(Kernel):
         (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
         hq, hkv, dk, dv = spec.q_heads, spec.kv_heads, spec.k_dim, spec.v_dim
         nbytes = work.keys * hkv * (dk + dv) * q.element_size()
-        threads = self._pace.threads(nbytes)
+        threads = torch.get_num_threads() if nbytes > ALONE and team() is not None else 1
         # how heads are dealt out to threads changes no result: each head is computed the same way
         per_work = hkv if items >= 2 * threads or threads == 1 else max(1, hkv * items // (2 * threads))
         pieces = items * -(-hkv // per_work)
@@ -147,10 +146,7 @@ class CpuKernel(Kernel):
             0 if done is None else address(done), hq, hkv, dk, dv, storage.block_size,
             spec.scale, spec.softcap or 0.0,
         )  # fmt: skip
-        function = callback(spec.dtype)
-        start = time.perf_counter()
-        run(function, self._at, min(threads, pieces))
-        self._pace.note(nbytes, threads, time.perf_counter() - start)
+        run(callback(spec.dtype), self._at, min(threads, pieces))
 
     def _buffer(self, name: str, words: int) -> np.ndarray:
         """An int64 array of at least so many words, the same one from call to call."""
@@ -212,49 +208,21 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int) -> tuple
 # ---------------------------------------------------------------- threads
 
 
-class Pace:
-    """How many threads to use, learned from what they cost lately.
-
-    On a quiet machine torch's team is faster; with a busy neighbour on one core the team waits, in each call, for a
-    thread that does not get its turn. So both are timed, in seconds per byte, and the slower one is tried again every
-    now and then. Results do not depend on it.
-    """
-
-    AGAIN = 50  # calls between two tries of the slower way
-
-    def __init__(self):
-        self.cost = {False: 0.0, True: 0.0}  # with the team?; 0: not tried yet
-        self.calls = 0
-
-    def threads(self, nbytes: int) -> int:
-        threads = torch.get_num_threads()
-        if threads == 1 or nbytes <= ALONE or team() is None:
-            return 1
-        self.calls += 1
-        faster = self.cost[True] <= self.cost[False] or not self.cost[True]
-        return threads if faster != (self.calls % self.AGAIN == 0) else 1
-
-    def note(self, nbytes: int, threads: int, seconds: float) -> None:
-        if nbytes > ALONE:
-            old, new = self.cost[threads > 1], seconds / nbytes
-            self.cost[threads > 1] = new if not old else 0.75 * old + 0.25 * min(new, 4 * old)
-
-
 _lock, _callbacks, _team = threading.Lock(), {}, []
 
 
 def callback(name: str):
     """A compiled function of `cpu_decode` as a ctypes function `void f(int64 address)` that runs without the GIL."""
-    function = _callbacks.get(name)
-    if function is None:
+    if name not in _callbacks:
         with _lock:
-            from kvframe.kernels import cpu_decode
+            if name not in _callbacks:
+                from kvframe.kernels import cpu_decode
 
-            native = cpu_decode.compiled(name)
-            function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(native.address)
-            function.native = native  # its code lives as long as this object
-            _callbacks[name] = function
-    return function
+                native = cpu_decode.compiled(name)
+                function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(native.address)
+                function.native = native  # its code lives as long as this object
+                _callbacks[name] = function
+    return _callbacks[name]
 
 
 def team():
