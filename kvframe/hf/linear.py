@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 
-MANY = 2  # rows from which the fp32 copy is faster
+MANY = 3  # rows from which the fp32 copy is faster
 SHARE = 0.5  # of the free memory that the copies may take
 
 
