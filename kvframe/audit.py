@@ -37,9 +37,12 @@ def stats(cache: BlockKVCache) -> CacheStats:
 def used_slots(cache: BlockKVCache, g: int) -> int:
     """Slots of layer group g that hold a live token; a slot that several requests share counts once."""
     tables, rule, pool, size = cache.tables, cache.rules[g], cache.pools[g], cache.block_size
+    if rule.kernel_mask and not pool.shared:
+        lengths = tables.lengths
+        if rule.window is None:
+            return int(lengths.sum())
+        return int((lengths - np.maximum(lengths - rule.window - rule.sinks + 1, 0)).sum())
     helds = list(tables.all())
-    if not rule.forgets and sum(held.blocks[g] for held in helds) + sum(len(h.copies) for h in helds) == pool.live:
-        return int(tables.lengths.sum())  # nothing is shared and nothing dies
     filled = np.zeros(pool.num_blocks + 1, dtype=np.int64)
     for held in helds:
         table, length = tables.view(held, g), int(tables.lengths[held.row])
@@ -63,6 +66,7 @@ def check(cache: BlockKVCache) -> None:
             for source in (source for group, source, _, _ in row.copies if group == g):
                 held[source] += 1
             assert len(table) * size >= length, f"{row.id} has fewer blocks than tokens"
+            assert not length % size or table[length // size], f"{row.id} would write its next token to the null block"
             if len(blocks) < len(table):
                 hole = np.repeat(table == 0, size)[:length]
                 assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"

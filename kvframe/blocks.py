@@ -26,12 +26,17 @@ class BlockPool:
         # a stack; the lowest ids are handed out first, which keeps small workloads in few pages
         self._free = np.arange(self.num_blocks, 0, -1, dtype=np.int32)
         self._top = self.num_blocks
-        self.live = self.peak = 0
+        self.live = self.peak = self.holds = 0
         self.cached = 0
 
     @property
     def free(self) -> int:
         return self._top
+
+    @property
+    def shared(self) -> bool:
+        """Does some block have more than one holder?"""
+        return self.holds != self.live
 
     def alloc(self, n: int) -> np.ndarray:
         """Takes n free blocks, each with one reference. int32 [n]. The caller has checked `free`."""
@@ -39,6 +44,7 @@ class BlockPool:
         blocks = self._free[self._top - n : self._top][::-1].copy()
         self._top -= n
         self.refs[blocks] = 1
+        self.holds += n
         self._wake(n)
         return blocks
 
@@ -48,6 +54,7 @@ class BlockPool:
         woken = self.refs[blocks] == 0
         assert bool(self.published[blocks[woken]].all()), "hold() of a block that is neither live nor cached"
         self.refs[blocks] += 1
+        self.holds += len(blocks)
         n = int(woken.sum())
         self.cached -= n
         self._wake(n)
@@ -57,6 +64,7 @@ class BlockPool:
         blocks = blocks[blocks != 0]
         assert bool((self.refs[blocks] > 0).all()), "drop() of a block that nobody holds"
         self.refs[blocks] -= 1
+        self.holds -= len(blocks)
         gone = blocks[self.refs[blocks] == 0]
         self.live -= len(gone)
         keep = self.published[gone]
@@ -101,6 +109,7 @@ class BlockPool:
         live = int((self.refs > 0).sum())
         cached = int((self.published & (self.refs == 0)).sum())
         assert live == self.live and cached == self.cached, "the counters of live or cached blocks are wrong"
+        assert self.holds == int(self.refs.sum()), "the counter of references is wrong"
         assert self._top + live + cached == self.num_blocks, (
             f"free {self._top} + live {live} + cached {cached} != {self.num_blocks}"
         )

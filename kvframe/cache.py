@@ -10,6 +10,7 @@ Shape legend: T tokens of a step, R requests, G layer groups, S block_size, B ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class BlockKVCache(KVCache):
         self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
         self.token_bytes = [0.0] * len(self.rules)
         for layer in context.layers:
-            self.token_bytes[self.group_of[layer.index]] += sizes.layer_token_bytes(codec, layer, context.dtype)
+            self.token_bytes[self.group_of[layer.index]] += sizes.layer_token_bytes(codec, layer)
         self.block_bytes = [int(b * self.block_size) for b in self.token_bytes]
         longest, chunk = context.max_len, context.max_step_tokens
         self._need = [sizes.live_blocks(rule, longest, chunk, self.block_size) for rule in self.rules]
@@ -117,42 +118,40 @@ class BlockKVCache(KVCache):
         return self._capacity
 
     def _longest(self) -> int:
-        def fits(length: int) -> bool:
-            return all(
-                sizes.live_blocks(rule, length, 1, self.block_size) <= pool.num_blocks
-                for rule, pool in zip(self.rules, self.pools)
-            )
-
-        low, high = 0, self.context.max_len
-        if fits(high):
-            return high
-        while high - low > 1:  # fits(low) and not fits(high)
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        """The longest request that fits alone: the first length whose last token finds no room is one too many."""
+        longest = self.context.max_len
+        for rule, pool in zip(self.rules, self.pools):
+            over = np.flatnonzero(sizes.held_blocks(rule, longest, 1, self.block_size) > pool.num_blocks)
+            longest = int(over[0]) if len(over) else longest
+        return longest
 
     def peek(self, request: CacheRequest) -> tuple[int, int]:
-        return self._usable(self.index.match(request, len(request.tokens) - 1)).n_tokens, self.index.pending(request)
+        return self._match(request).n_tokens, self.index.pending(request)
 
     def admit(self, request: CacheRequest) -> int | None:
         assert request.id not in self.tables, f"request {request.id} is admitted twice"
         if not self.tables.has_row():
             return None
-        match = self._usable(self.index.match(request, len(request.tokens) - 1))
+        match = self._match(request)
         for found in (match, Match()) if match.n_tokens else (match,):
             need = self._admission_need(len(request.tokens), found)
             if need is not None:
                 return self._start(request, found, need)
         return None
 
-    def _usable(self, match: Match) -> Match:
-        """A hit rounded down to whole codec groups."""
-        m = match.n_tokens % self.block_size
-        if m % self.codec.group == 0:
-            return match
-        m -= m % self.codec.group
-        tail = tuple((source, m) for source, _ in match.tail) if m else ()
-        return Match(match.n_tokens // self.block_size * self.block_size + m, match.blocks, tail)
+    def _match(self, request: CacheRequest) -> Match:
+        """What the index has for a request, in whole codec groups, without blocks that no query will see."""
+        match = self.index.match(request, len(request.tokens) - 1)
+        while rest := match.n_tokens % self.block_size % self.codec.group:
+            match = self.index.match(request, match.n_tokens - rest)  # which blocks are needed depends on the length
+        size, complete = self.block_size, match.n_tokens // self.block_size
+        blocks = []
+        for rule, held in zip(self.rules, match.blocks):
+            if rule.forgets:
+                dead = rule.dead(0, complete * size, match.n_tokens).reshape(complete, size).all(axis=1)
+                held = np.where(dead, 0, held).astype(np.int32)
+            blocks.append(held)
+        return replace(match, blocks=tuple(blocks))
 
     def _admission_need(self, length: int, match: Match) -> list[int] | None:
         """Blocks that the request will still take per group, or None when they are not there."""
@@ -170,8 +169,8 @@ class BlockKVCache(KVCache):
         return needs
 
     def _start(self, request: CacheRequest, match: Match, need: list[int]) -> int:
-        self.index.lock(match)
-        held = self.tables.open(request.id, match)
+        self.index.touch(match)
+        held = self.tables.open(request.id)
         for g, pool in enumerate(self.pools):
             if match.blocks:
                 pool.hold(match.blocks[g])
@@ -271,7 +270,6 @@ class BlockKVCache(KVCache):
         self._drop_copies(held)
         for g, pool in enumerate(self.pools):
             pool.drop(self.tables.view(held, g))
-        self.index.unlock(held.match)
         self.tables.close(request.id)
 
     def _drop_copies(self, held: Held) -> None:
@@ -285,8 +283,7 @@ class BlockKVCache(KVCache):
         assert not source.copies, "fork() between grow() and commit()"
         if not self.tables.has_row():
             raise CapacityError("fork: all rows are in use", fix="a larger engine.max_requests")
-        self.index.lock(source.match)
-        held = self.tables.open(child.id, source.match)
+        held = self.tables.open(child.id)
         held.published, held.publishes = source.published, source.publishes
         for g, pool in enumerate(self.pools):
             table = self.tables.view(source, g).copy()
@@ -297,14 +294,17 @@ class BlockKVCache(KVCache):
     def truncate(self, request: CacheRequest, length: int) -> int:
         held = self.tables[request.id]
         assert not held.copies, "truncate() between grow() and commit()"
-        size = self.block_size
-        kept = min(length, int(self.tables.lengths[held.row]))
-        kept -= kept % self.codec.group if kept < int(self.tables.lengths[held.row]) else 0
-        for g, rule in enumerate(self.rules):
-            table = self.tables.view(held, g)
-            hole = np.repeat(table[: -(-kept // size)] == 0, size)[:kept]
-            if (hole & ~rule.dead(0, kept, kept)).any():  # the next query needs what is gone
-                kept = min(kept, int(np.argmax(hole)))
+        size, computed = self.block_size, int(self.tables.lengths[held.row])
+        kept, before = min(length, computed), -1
+        while kept != before:  # what one group has to give up, the others must do without too
+            before = kept
+            if kept < computed:
+                kept -= kept % self.codec.group
+            for g, rule in enumerate(self.rules):
+                lost = self.tables.view(held, g)[: -(-kept // size)] == 0  # [blocks]
+                missing = np.repeat(lost, size)[:kept] & ~rule.dead(0, kept, kept)
+                if missing.any() or (kept % size and lost[-1]):  # a query needs it, or the next token is written to it
+                    kept = int(np.argmax(lost)) * size
         for g, pool in enumerate(self.pools):
             pool.drop(self.tables.shrink(held, g, -(-kept // size)))
         self.tables.lengths[held.row] = kept
@@ -323,7 +323,12 @@ class BlockKVCache(KVCache):
         for pool in self.pools:
             pool.unpublish(np.flatnonzero(pool.published))
         for held in self.tables.all():
-            held.publishes, held.match = False, Match()
+            held.publishes = False
+
+    def start_run(self) -> None:
+        self._clear_counters()
+        for pool in self.pools:
+            pool.peak = pool.live
 
     def _clear_counters(self) -> None:
         self.hit_tokens = self.evictions = self.copied = 0

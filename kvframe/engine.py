@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvframe.clock import make_clock
-from kvframe.errors import ConfigError, PromptTooLongError, RequestError
+from kvframe.errors import ConfigError, KVFrameError, PromptTooLongError, RequestError
 from kvframe.interfaces import KVCache
 from kvframe.meter import Meter
 from kvframe.outputs import Event, RequestOutput
@@ -59,10 +59,21 @@ class Engine:
             ("max_len", max_len),
             ("max_requests", max_requests),
             ("max_step_tokens", max_step_tokens),
-            ("prefill_chunk", prefill_chunk or 1),
+            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
+        if model.max_len is not None and max_len > model.max_len:
+            raise ConfigError(
+                " ".join(
+                    [
+                        f"engine.max_len={max_len} is more than the {model.max_len} tokens this model takes.",
+                        *model.notes,
+                    ]
+                ),
+                options=[f"1 .. {model.max_len}"],
+                fix=f"engine.max_len={model.max_len}, or null",
+            )
         self.model, self.cache, self.max_len = model, cache, max_len
         self.seed, self.hooks = seed, hooks
         self.clock = make_clock(clock)
@@ -89,7 +100,7 @@ class Engine:
             RequestError: an empty prompt for which the model has no BOS token, token ids outside the vocabulary,
                 an id that is running already; PromptTooLongError: it can never fit.
         """
-        id = request.id or self._name()
+        id = self._name() if request.id is None else request.id
         if id in self._live:
             raise RequestError(f"request id {id!r} is already running", fix="give each request an id of its own")
         prompt = self._prompt_tokens(request)
@@ -112,15 +123,21 @@ class Engine:
         ]
         self._live[id] = samples
         if limit <= len(prompt):
-            for sequence in samples:
+            for sequence in list(samples):
                 self._finish(sequence, "length", None, "")
             return id
         samples[0].siblings = samples[1:]
         self.scheduler.add(samples[0])
         return id
 
-    def _name(self) -> str:
-        return f"r{next(self._names)}"
+    def _name(self, taken: Iterable[str] = ()) -> str:
+        return next(name for i in self._names if (name := f"r{i}") not in self._live and name not in taken)
+
+    def _named(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests with an id each; ids that are given are left to those who gave them."""
+        requests = list(requests)
+        taken = {request.id for request in requests}
+        return [replace(r, id=self._name(taken)) if r.id is None else r for r in requests]
 
     def _prompt_tokens(self, request: Request) -> np.ndarray:
         if request.messages is not None:
@@ -129,7 +146,15 @@ class Engine:
             ids = self.text.encode(request.prompt)
         else:
             ids = request.prompt_tokens
-        tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
+        try:
+            tokens = np.asarray(ids)
+        except (ValueError, TypeError, OverflowError):
+            tokens = np.empty((0, 0))
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise RequestError(
+                f"prompt_tokens={str(ids)[:80]} is not one row of token ids", options=["a list of integers"]
+            )
+        tokens = tokens.astype(np.int64)
         if len(tokens) == 0:
             if self.model.bos_id is None:
                 raise RequestError(
@@ -148,6 +173,11 @@ class Engine:
         for sequence in list(self._live.get(id, ())):
             self._finish(sequence, "abort", None, sequence.text.finish())
 
+    def invalidate(self) -> None:
+        """The model's weights have changed: nothing that was stored or derived from the old ones is used again."""
+        self.model.weights_changed()
+        self.cache.invalidate()
+
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._done)
@@ -161,7 +191,11 @@ class Engine:
             self._refuse_stuck(sequence)
         self.scheduler.stuck.clear()
         if batch:
-            self._forward(batch)
+            try:
+                self._forward(batch)
+            except BaseException:
+                self.scheduler.recompute(sequence for sequence, _ in batch)
+                raise
         elif self.scheduler.next_arrival() is not None and not self._done:
             self.clock.wait_until(self.scheduler.next_arrival())
         events, self._done = self._done, []
@@ -182,12 +216,25 @@ class Engine:
         self.clock.stepped()
         seconds, stats = self.clock.now() - began, self.cache.stats()
         self.meter.step(seconds, len(tokens), stats)
-        if self.hooks is not None:
-            self.hooks.kvframe_on_step(
-                step=self.meter.steps - 1, requests=len(batch), tokens=len(tokens), seconds=seconds, stats=stats
-            )
         if ready:
             self._sample(logits, [batch[i][0] for i in ready])
+        self._watch(
+            "kvframe_on_step",
+            step=self.meter.steps - 1,
+            requests=len(batch),
+            tokens=len(tokens),
+            seconds=seconds,
+            stats=stats,
+        )
+
+    def _watch(self, hook: str, **facts) -> None:
+        """Tells the plugins. Who only watches cannot stop the engine."""
+        if self.hooks is None:
+            return
+        try:
+            getattr(self.hooks, hook)(**facts)
+        except Exception:
+            log.exception("a plugin failed in %s; the engine goes on", hook)
 
     def _sample(self, logits, sequences: list[Sequence]) -> None:
         """Chooses a token per sequence. The samples of a request fork here, from one row of logits."""
@@ -199,7 +246,7 @@ class Engine:
             rows += [row] * len(family)
         if len(rows) > len(sequences):
             logits = logits[rows]
-        inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.id) for s in chosen]
+        inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.name) for s in chosen]
         try:
             drawn = sample(logits, inputs)
         except BadLogitsError as error:
@@ -234,7 +281,7 @@ class Engine:
 
     def _refuse_stuck(self, sequence: Sequence) -> None:
         error = (
-            f"request {sequence.id!r} with {sequence.n} tokens does not fit into an empty cache\n"
+            f"request {sequence.name!r} with {sequence.n} tokens does not fit into an empty cache\n"
             "  fix: a larger cache.memory or cache.num_blocks, or a shorter prompt"
         )
         for sibling in (sequence, *sequence.siblings):
@@ -249,25 +296,27 @@ class Engine:
         self._answer(sequence.output(reason, error), token, delta)
 
     def _answer(self, output: RequestOutput, token: int | None = None, delta: str = "") -> None:
-        self.meter.outputs.append(output)
+        self.meter.finished(output)
         self._done.append(Event(output.id, output.sample, token, delta, output))
-        if self.hooks is not None:
-            self.hooks.kvframe_on_finish(output=output)
+        self._watch("kvframe_on_finish", output=output)
 
     # -- runs ------------------------------------------------------------------------------------------------
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Runs the requests and yields what becomes known, step by step. A request that is refused comes as an
         event whose output has `finish_reason="refused"`. Whoever stops listening aborts what is left."""
+        if self.has_work:
+            raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
+        self.cache.start_run()
         self.clock.start()
         self.meter.start()
-        named = [replace(r, id=r.id or self._name()) for r in requests]
+        named = self._named(requests)
         added = []
         try:
             for request in named:
                 try:
                     added.append(self.add(request))
-                except RequestError as error:
+                except KVFrameError as error:
                     self._refuse(request, str(error))
             while self.has_work:
                 yield from self.step()
@@ -281,7 +330,7 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Runs the requests to their end: one output per sample, in the order of the requests."""
-        named = [replace(r, id=r.id or self._name()) for r in requests]
+        named = self._named(requests)
         place = {request.id: i for i, request in reversed(list(enumerate(named)))}
         done = [event.output for event in self.stream(named) if event.output is not None]
         return sorted(done, key=lambda output: (place[output.id], output.sample))

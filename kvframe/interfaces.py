@@ -162,11 +162,9 @@ class PrefixIndex(Part):
         """Leading tokens that a running request is computing right now."""
 
     @abstractmethod
-    def lock(self, match: Match) -> None:
-        """The matched path is in use: recency is updated and it is not evicted until `unlock`."""
-
-    @abstractmethod
-    def unlock(self, match: Match) -> None: ...
+    def touch(self, match: Match) -> None:
+        """The match is being used: the moment to update recency. What protects its blocks from eviction is that
+        requests hold them (see `unused` in `evict`), not the index."""
 
     @abstractmethod
     def insert(self, request: CacheRequest, blocks: Sequence[np.ndarray], length: int) -> list[Inserted]:
@@ -184,8 +182,9 @@ class PrefixIndex(Part):
     def evict(self, need: Sequence[int], unused: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Gives up blocks so that each group g gets at least `need[g]` unused ones back.
 
-        `unused[g]` is a boolean array over the block ids of group g that no request holds. Answers, per
-        group, the ids that the index no longer holds.
+        `unused[g]` is a boolean array over the block ids of group g that the index holds and no request does. The
+        cache counts on every one of them, wherever it lies in a prefix. Answers, per group, the ids that the index
+        no longer holds.
         """
 
     @abstractmethod
@@ -325,6 +324,9 @@ class KVCache(ABC):
     @abstractmethod
     def invalidate(self) -> None:
         """Stored values are stale (weights changed): nothing that is published now may be matched again."""
+
+    def start_run(self) -> None:
+        """A new run begins: peaks and counters start again. What is stored stays."""
 
     @abstractmethod
     def stats(self) -> CacheStats: ...

@@ -17,7 +17,7 @@ from kvframe.types import LayerSpec
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def layer_token_bytes(codec: Codec, layer: LayerSpec, dtype: str) -> float:
+def layer_token_bytes(codec: Codec, layer: LayerSpec) -> float:
     """Bytes that one token takes in one layer, K and V together (per-group planes count their part)."""
     if layer.kv_source is not None:
         return 0.0
@@ -25,28 +25,41 @@ def layer_token_bytes(codec: Codec, layer: LayerSpec, dtype: str) -> float:
     for kind, dim in (("k", layer.k_dim), ("v", layer.v_dim)):
         bound = codec.for_layer(layer, kind)
         for plane in bound.planes(dim).values():
-            total += plane.nbytes(dtype) / (bound.group if plane.per == "group" else 1)
+            total += plane.nbytes(layer.dtype) / (bound.group if plane.per == "group" else 1)
     return total * layer.kv_heads
 
 
-def live_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> int:
-    """The most blocks that a request holds on its way to `length` tokens, computing `chunk` tokens at a time.
-
-    What a window keeps depends on where it lies between block edges, so the lengths of one whole block are tried:
+def held_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> np.ndarray:
+    """int64 [length]: blocks that a request holds while the chunk of `chunk` tokens that ends at token 1, 2, ...,
+    `length` is computed. What a window keeps depends on where it lies between block edges:
 
         window 10, chunk 1, block_size 16:    [..............xx][xxxxxxxx........]  two blocks
                                               [...xxxxxxxxxx...]                    one
     """
-    total = -(-length // block_size)
-    if not rule.forgets or total == 1:
-        return total
-    most = 0
-    for last in range(max(length - block_size, 0) + 1, length + 1):
-        computed = max(last - chunk, 0)
-        complete = computed // block_size
-        dead = rule.dead(0, complete * block_size, computed).reshape(complete, block_size).all(axis=1)
-        most = max(most, -(-last // block_size) - int(dead.sum()))
-    return most
+    ends = np.arange(1, length + 1)
+    blocks = -(-ends // block_size)
+    if rule.forgets:
+        deaths = np.sort(
+            [_death(rule, b * block_size, (b + 1) * block_size, length) for b in range(length // block_size)]
+        )
+        blocks = blocks - np.searchsorted(deaths, np.maximum(ends - chunk, 0), side="right")
+    return blocks
+
+
+def live_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> int:
+    """The most blocks that a request holds on its way to `length` tokens, computing at most `chunk` at a time."""
+    return int(held_blocks(rule, length, chunk, block_size).max())
+
+
+def _death(rule: Retention, start: int, stop: int, length: int) -> int:
+    """The smallest number of computed tokens at which all positions of a block are dead; length + 1: not before."""
+    if rule.kernel_mask:  # the rule is a window and sinks, by its own word
+        return length + 1 if rule.window is None or start < rule.sinks else stop - 1 + rule.window
+    low, high = stop, length + 1  # `dead` is monotone in the number of computed tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rule.dead(start, stop, middle).all() else (middle + 1, high)
+    return low
 
 
 def parse_bytes(value) -> int | float:
@@ -115,6 +128,8 @@ def split(
                 fix="give a share for each layer group",
             )
         share = np.array([float(group_share[name]) for name in names])
+        if not (share > 0).all():
+            raise ConfigError(f"cache.group_share={dict(group_share)} cannot be used", options=["numbers > 0"])
         share = share / share.sum()
     else:
         share = need * block_bytes / (need * block_bytes).sum()

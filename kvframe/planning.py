@@ -34,7 +34,9 @@ def make_plan(tables: Tables, helds: Sequence[Held], new: Sequence[int], block_s
     groups = []
     for g in range(tables.num_groups):
         blocks = tables.rows(g, rows, -(-longest // block_size))  # [R, B]
-        groups.append(GroupPlan(blocks[owner, logical].astype(np.int64) * block_size + offset, blocks, context))
+        target = blocks[owner, logical].astype(np.int64)  # [T]
+        assert target.all(), "a token would be written to the null block"
+        groups.append(GroupPlan(target * block_size + offset, blocks, context))
     copies = _take_copies(tables.num_groups, helds)
     return StepPlan(positions, starts, tuple(groups), rows, copies, int(news.max()), longest)
 

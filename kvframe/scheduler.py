@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from kvframe.errors import CapacityError
 from kvframe.interfaces import KVCache
 from kvframe.sequence import Sequence
 
@@ -83,6 +84,12 @@ class Scheduler:
         youngest = candidates[-1]
         return None if youngest is sequence and len(self.running) == 1 else youngest
 
+    def recompute(self, sequences: Iterable[Sequence]) -> None:
+        """A step failed half way: what took part in it and still lives starts again from its tokens."""
+        for sequence in sequences:
+            if sequence in self.running:
+                self._preempt(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.cache.release(sequence)
@@ -131,11 +138,17 @@ class Scheduler:
         compute the prompt themselves. Answers the ones that run."""
         started = []
         for child in children:
-            if len(self.running) < self.max_requests:
-                self.cache.fork(parent, child)
+            if len(self.running) < self.max_requests and self._forked(parent, child):
                 child.computed, child.cached = parent.computed, parent.computed
                 self.running.append(child)
                 started.append(child)
             else:
                 self.add(child)
         return started
+
+    def _forked(self, parent: Sequence, child: Sequence) -> bool:
+        try:
+            self.cache.fork(parent, child)
+        except CapacityError:
+            return False
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,15 @@ import numpy as np
 from kvframe.outputs import RequestOutput
 from kvframe.types import Request
 
+SERIAL = itertools.count()
+
 
 class Sequence:
     """Token ids so far and how many of them the cache holds.
 
     Attributes:
-        id: unique name of the sample ("r1", further samples "r1#1", ...); request_id, sample: its two halves.
+        id: key of the sample in the cache; no two sequences of a process ever share one.
+        request_id, sample: what the user calls it; `name` is both in one word.
         prompt_len: tokens of the prompt; n: tokens that exist (prompt and output).
         computed: leading tokens whose keys and values are in the cache.
         limit: the most tokens that may exist (max_new_tokens, the engine's and the cache's limit).
@@ -25,7 +29,7 @@ class Sequence:
 
     def __init__(self, request: Request, id: str, sample: int, prompt: np.ndarray, limit: int, seed: int, text: Any):
         self.request, self.request_id, self.sample, self.seed, self.text = request, id, sample, seed, text
-        self.id = id if sample == 0 else f"{id}#{sample}"
+        self.id = f"{next(SERIAL)}/{id}#{sample}"
         self.params, self.salt, self.keep, self.arrival = request.sampling, request.salt, request.keep, request.arrival
         self._buffer = np.empty(max(limit, len(prompt)) + 1, dtype=np.int32)
         self._buffer[: len(prompt)] = prompt
@@ -41,6 +45,10 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """int32 [n]: prompt and output so far (a view)."""
         return self._buffer[: self.n]
+
+    @property
+    def name(self) -> str:
+        return self.request_id if self.sample == 0 else f"{self.request_id}, sample {self.sample}"
 
     @property
     def outputs(self) -> int:

@@ -74,9 +74,7 @@ class Storage:
             notes += [note for note in why if note not in notes]
             if spec.kv_source is None:
                 shape = (num_blocks[group] + 1, block_size, spec.kv_heads)
-                k, v = (
-                    _planes(c, dim, shape, context.dtype, device) for c, dim in zip(codecs, (spec.k_dim, spec.v_dim))
-                )
+                k, v = (_planes(c, dim, shape, spec.dtype, device) for c, dim in zip(codecs, (spec.k_dim, spec.v_dim)))
             else:
                 k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
             layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index)))

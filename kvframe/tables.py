@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvframe.types import Match
-
 
 @dataclass
 class Held:
@@ -19,7 +17,6 @@ class Held:
 
     Attributes:
         row: row in the tables (and in per-request planes).
-        match: what it was admitted with, locked in the index.
         blocks: per group, number of logical blocks (holes included).
         promise: per group, blocks that admission still counts on.
         copies: (group, source, destination, slots) since the last commit; sources are locked by a reference.
@@ -29,7 +26,6 @@ class Held:
 
     id: str
     row: int
-    match: Match
     blocks: list[int]
     promise: list[int]
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -68,8 +64,9 @@ class Tables:
         """Blocks that admitted requests will still take for the tokens they were admitted with."""
         return self._promised[group]
 
-    def open(self, id: str, match: Match) -> Held:
-        held = Held(id, self._rows.pop(), match, [0] * self.num_groups, [0] * self.num_groups)
+    def open(self, id: str) -> Held:
+        assert id not in self._held, f"request {id} holds a row already"
+        held = Held(id, self._rows.pop(), [0] * self.num_groups, [0] * self.num_groups)
         self._held[id] = held
         return held
 

@@ -5,6 +5,8 @@ Shape legend: T tokens of a step, R requests of a step, N blocks of a pool, B ta
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +88,27 @@ class Match:
     tail: tuple[tuple[int, int], ...] = ()
 
 
+def _integer(name: str, value: Any) -> int | None:
+    """A Python int; None stays None where the field may be off (`seed`, `logprobs`)."""
+    if value is None and name in ("sampling.seed", "sampling.logprobs"):
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise RequestError(f"{name}={value!r} cannot be used", options=["an integer"]) from None
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bool) or not math.isfinite(value):
+            raise TypeError
+        return float(value)
+    except TypeError:
+        raise RequestError(f"{name}={value!r} cannot be used", options=["a number"]) from None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token of one request is chosen, and when the request ends.
@@ -121,7 +144,12 @@ class SamplingParams:
     def __post_init__(self):
         stop = self.stop if self.stop is not None else ()
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
+        for name in ("max_new_tokens", "top_k", "n", "seed", "logprobs"):
+            object.__setattr__(self, name, _integer(f"sampling.{name}", getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, _finite(f"sampling.{name}", getattr(self, name)))
+        ids = tuple(_integer("sampling.stop_token_ids", i) for i in self.stop_token_ids or ())
+        object.__setattr__(self, "stop_token_ids", ids)
         rules = [
             ("max_new_tokens", self.max_new_tokens >= 0, "an integer >= 0"),
             ("temperature", self.temperature >= 0, "a number >= 0 (0 is greedy)"),
@@ -170,6 +198,7 @@ class Request:
                 options=["prompt", "prompt_tokens", "messages"],
                 fix="give exactly one of them",
             )
+        object.__setattr__(self, "arrival", _finite("arrival", self.arrival))
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _add_bytes(found: dict, codec: Any, model: Any) -> None:
         return
     from kvframe.memory import layer_token_bytes
 
-    total = sum(layer_token_bytes(codec, layer, model.dtype) for layer in model.layers)
+    total = sum(layer_token_bytes(codec, layer) for layer in model.layers)
     heads = sum(layer.kv_heads for layer in model.layers if layer.kv_source is None)
     found["bytes_per_token"], found["bytes_per_token_and_kv_head"] = total, total / heads
 

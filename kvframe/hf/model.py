@@ -48,7 +48,7 @@ class HFModel:
         Raises: UnsupportedModelError naming what was seen; the module is left as it was.
         """
         self.module, self.name, self.tokenizer = module.eval(), name or type(module).__name__, tokenizer
-        self.running, self.notes = seam.Running(), []
+        self.notes: list[str] = []
         self.packed_bytes: int | None = None
         weight = next(module.parameters())
         self.device = str(weight.device)
@@ -69,7 +69,7 @@ class HFModel:
                 )
             self.layers, self.learned_sinks = facts.layers, facts.sinks
             self.dtype = facts.layers[0].dtype
-            seam.bind(facts.modules, self.layers, self.running)
+            self.running = seam.bind(facts.modules, self.layers)
             seam.set_implementation(module, seam.NAME)
             self.verified = verify_model(self) if verify else None
         except Exception:
@@ -85,6 +85,12 @@ class HFModel:
     def bind(self, cache: Any) -> None:
         """From now on attention goes to `cache.attend(layer, q, k, v, plan)`."""
         self.running.cache = cache
+
+    def weights_changed(self) -> None:
+        """Makes the copies of `pack_weights` again, where there are any."""
+        if self.packed_bytes is not None:
+            linear.unpack(self.module)
+            self.packed_bytes = linear.pack(self.module)
 
     def pack_weights(self) -> int:
         """Lets linear layers keep copies of their weights that this machine multiplies faster; see kvframe.hf.linear.

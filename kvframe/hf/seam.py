@@ -55,11 +55,15 @@ def register(name: str, function) -> None:
     AttentionInterface.register(name, function)
 
 
-def bind(modules: list[nn.Module], layers: tuple[LayerSpec, ...], running: Running) -> None:
-    """Gives the modules, in order of their calls, their bindings."""
+def bind(modules: list[nn.Module], layers: tuple[LayerSpec, ...]) -> Running:
+    """Gives the modules, in order of their calls, their bindings. Answers what they share: a module that was bound
+    before keeps it, so that two wrappers of one model do not take it from each other."""
     register(NAME, attention)
+    before = getattr(modules[0], ATTRIBUTE, None)
+    running = Running() if before is None else before.running
     for module, spec in zip(modules, layers, strict=True):
         object.__setattr__(module, ATTRIBUTE, Binding(spec, running))
+    return running
 
 
 def configs(module: nn.Module) -> list:

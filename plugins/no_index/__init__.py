@@ -22,10 +22,7 @@ class NoIndex(PrefixIndex):
     def pending(self, request):
         return 0
 
-    def lock(self, match):
-        pass
-
-    def unlock(self, match):
+    def touch(self, match):
         pass
 
     def insert(self, request, blocks, length):
