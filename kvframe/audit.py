@@ -63,13 +63,13 @@ def check(cache: BlockKVCache) -> None:
             before = int(held.sum())
             np.add.at(held, blocks, 1)
             assert len(set(blocks.tolist())) == len(blocks) == int(held.sum()) - before, f"{row.id} holds a block twice"
-            for source in (source for group, source, _, _ in row.copies if group == g):
-                held[source] += 1
             assert len(table) * size >= length, f"{row.id} has fewer blocks than tokens"
             assert not length % size or table[length // size], f"{row.id} would write its next token to the null block"
             if len(blocks) < len(table):
                 hole = np.repeat(table == 0, size)[:length]
                 assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"
+        for source in (source for group, source, _, _ in cache.copies if group == g):
+            held[source] += 1
         pool.check(held)
         published = np.sort(cache.index.published(g))
         assert np.array_equal(published, np.flatnonzero(pool.published)), "index and pool disagree on what is published"

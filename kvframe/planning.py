@@ -13,8 +13,14 @@ from kvframe.tables import Held, Tables
 from kvframe.types import GroupPlan, StepPlan
 
 
-def make_plan(tables: Tables, helds: Sequence[Held], new: Sequence[int], block_size: int) -> StepPlan:
-    """Positions and slots of each request's next `new` tokens, and the copies that `grow` asked for.
+def make_plan(
+    tables: Tables,
+    helds: Sequence[Held],
+    new: Sequence[int],
+    block_size: int,
+    copies: Sequence[tuple[int, int, int, int]],
+) -> StepPlan:
+    """Positions and slots of each request's next `new` tokens; `copies` are (group, source, destination, slots).
 
     With S = 4, a request with 6 tokens in blocks [9, 5] that gets 3 (grow has added block 7):
 
@@ -37,15 +43,8 @@ def make_plan(tables: Tables, helds: Sequence[Held], new: Sequence[int], block_s
         target = blocks[owner, logical].astype(np.int64)  # [T]
         assert target.all(), "a token would be written to the null block"
         groups.append(GroupPlan(target * block_size + offset, blocks, context))
-    copies = _take_copies(tables.num_groups, helds)
-    return StepPlan(positions, starts, tuple(groups), rows, copies, int(news.max()), longest)
-
-
-def _take_copies(num_groups: int, helds: Sequence[Held]) -> tuple[np.ndarray, ...]:
-    """Copies that are in no plan yet, per layer group: int64 [C, 3] of (source, destination, slots)."""
-    found: list[list] = [[] for _ in range(num_groups)]
-    for held in helds:
-        for g, source, destination, n in held.copies[held.planned :]:
-            found[g].append((source, destination, n))
-        held.planned = len(held.copies)
-    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3) for rows in found)
+    moves = tuple(
+        np.array([copy[1:] for copy in copies if copy[0] == g], dtype=np.int64).reshape(-1, 3)
+        for g in range(tables.num_groups)
+    )
+    return StepPlan(positions, starts, tuple(groups), rows, moves, int(news.max()), longest)

@@ -6,7 +6,7 @@ Kept as arrays over all rows so that a step's plan is a few numpy calls, whateve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,8 +19,6 @@ class Held:
         row: row in the tables (and in per-request planes).
         blocks: per group, number of logical blocks (holes included).
         promise: per group, blocks that admission still counts on.
-        copies: (group, source, destination, slots) since the last commit; sources are locked by a reference.
-        planned: how many of the copies are already in a plan.
         published: logical blocks that were handed to the index; publishes: False after `invalidate`.
     """
 
@@ -28,8 +26,6 @@ class Held:
     row: int
     blocks: list[int]
     promise: list[int]
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
-    planned: int = 0
     published: int = 0
     publishes: bool = True
 
