@@ -31,7 +31,7 @@ def stats(cache: BlockKVCache) -> CacheStats:
                 peak=pool.peak * size,
             )
         )
-    return CacheStats(tuple(groups), cache.hit_tokens, cache.evictions, cache.copied)
+    return CacheStats(tuple(groups), cache.hit_tokens, cache.evictions, cache.copies.count)
 
 
 def used_slots(cache: BlockKVCache, g: int) -> int:
@@ -68,7 +68,7 @@ def check(cache: BlockKVCache) -> None:
             if len(blocks) < len(table):
                 hole = np.repeat(table == 0, size)[:length]
                 assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"
-        for source in (source for group, source, _, _ in cache.copies if group == g):
+        for source in cache.copies.locked(g):
             held[source] += 1
         pool.check(held)
         published = np.sort(cache.index.published(g))

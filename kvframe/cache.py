@@ -17,6 +17,7 @@ import numpy as np
 from kvframe import audit
 from kvframe import memory as sizes
 from kvframe.blocks import BlockPool
+from kvframe.copies import Copies
 from kvframe.errors import CapacityError, IncompatibleCacheError
 from kvframe.groups import layer_groups
 from kvframe.interfaces import (
@@ -89,10 +90,7 @@ class BlockKVCache(KVCache):
         self._capacity = self._longest()
         self.tables = Tables(context.max_requests, len(self.rules))
         index.attach(self.block_size, self.rules, eviction)
-        # Copies wait for the next plan, whoever is in it: then blocks that depend on one can be shared and given up
-        # like any other. A copy into a block that was given up is harmless, since copies run first and in order.
-        self._due: list[tuple[int, int, int, int]] = []
-        self._running: list[tuple[int, int, int, int]] = []
+        self.copies = Copies(self.pools)
         self.storage = None
         if context.kernels is not None:
             from kvframe.storage import Storage
@@ -188,7 +186,7 @@ class BlockKVCache(KVCache):
                 source, m = match.tail[g]
                 block = pool.alloc(1)
                 self.tables.extend(held, g, block)
-                self._due.append((g, source, int(block[0]), m))
+                self.copies.add(g, source, int(block[0]), m)
         self.tables.lengths[held.row] = match.n_tokens
         self.hit_tokens += match.n_tokens
         return match.n_tokens
@@ -211,7 +209,7 @@ class BlockKVCache(KVCache):
         for g, pool in enumerate(self.pools):
             fresh = pool.alloc(need[g])
             if stale[g] is not None:  # the table's reference to the source becomes the lock of the copy
-                self._due.append((g, stale[g], int(fresh[0]), length % self.block_size))
+                self.copies.add(g, stale[g], int(fresh[0]), length % self.block_size)
                 self.tables.replace(held, g, first, int(fresh[0]))
                 fresh = fresh[1:]
             self.tables.extend(held, g, fresh)
@@ -231,7 +229,7 @@ class BlockKVCache(KVCache):
         held = self.tables[request.id]
         length = int(self.tables.lengths[held.row]) + n
         self.tables.lengths[held.row] = length
-        self._running = self._settle(self._running)
+        self.copies.done()
         complete = length // self.block_size
         if self.index.keeps and held.publishes and complete > held.published:
             tables = [self.tables.view(held, g)[:complete].copy() for g in range(len(self.pools))]
@@ -274,28 +272,7 @@ class BlockKVCache(KVCache):
         for g, pool in enumerate(self.pools):
             pool.drop(self.tables.view(held, g))
         self.tables.close(request.id)
-        self._forget_copies()
-
-    def _settle(self, copies: list, unused_only: bool = False) -> list:
-        """Gives up the locks on the sources of copies that were run or, with `unused_only`, of copies into blocks that
-        nobody holds any more. Answers the others."""
-        left = []
-        for copy in copies:
-            g, source, destination, _ = copy
-            if unused_only and self.pools[g].refs[destination]:
-                left.append(copy)
-            else:
-                self.pools[g].drop(np.array([source]))
-        return left
-
-    def _forget_copies(self) -> None:
-        self._due = self._settle(self._due, unused_only=True)
-        self._running = self._settle(self._running, unused_only=True)
-
-    @property
-    def copies(self) -> list[tuple[int, int, int, int]]:
-        """(group, source, destination, slots) of every copy whose source is still locked by a reference."""
-        return self._due + self._running
+        self.copies.forget_unused()
 
     def fork(self, parent: CacheRequest, child: CacheRequest) -> None:
         source = self.tables[parent.id]
@@ -324,7 +301,7 @@ class BlockKVCache(KVCache):
                     kept = int(np.argmax(lost)) * size
         for g, pool in enumerate(self.pools):
             pool.drop(self.tables.shrink(held, g, -(-kept // size)))
-        self._forget_copies()
+        self.copies.forget_unused()
         self.tables.lengths[held.row] = kept
         held.published = min(held.published, kept // size)
         return kept
@@ -332,7 +309,7 @@ class BlockKVCache(KVCache):
     def reset(self) -> None:
         self.index.clear()
         self.tables.clear()
-        self._due, self._running = [], []
+        self.copies.clear()
         for pool in self.pools:
             pool.reset()
         self._clear_counters()
@@ -350,7 +327,7 @@ class BlockKVCache(KVCache):
             pool.peak = pool.live
 
     def _clear_counters(self) -> None:
-        self.hit_tokens = self.evictions = self.copied = 0
+        self.hit_tokens = self.evictions = self.copies.count = 0
 
     def stats(self) -> CacheStats:
         return audit.stats(self)
@@ -361,11 +338,8 @@ class BlockKVCache(KVCache):
     # -- data plane ------------------------------------------------------------------------------------------
 
     def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
-        self._settle(self._running)
-        self._due, self._running = [], self._due
         helds = [self.tables[request.id] for request, _ in batch]
-        plan = make_plan(self.tables, helds, [n for _, n in batch], self.block_size, self._running)
-        self.copied += len(self._running)
+        plan = make_plan(self.tables, helds, [n for _, n in batch], self.block_size, self.copies.take())
         if self.storage is None:
             return plan
         self.storage.run_copies(plan.copies)

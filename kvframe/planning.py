@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvframe.copies import Copy
 from kvframe.tables import Held, Tables
 from kvframe.types import GroupPlan, StepPlan
 
@@ -18,7 +19,7 @@ def make_plan(
     helds: Sequence[Held],
     new: Sequence[int],
     block_size: int,
-    copies: Sequence[tuple[int, int, int, int]],
+    copies: Sequence[Copy],
 ) -> StepPlan:
     """Positions and slots of each request's next `new` tokens; `copies` are (group, source, destination, slots).
 

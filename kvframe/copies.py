@@ -1,0 +1,68 @@
+"""Copies between blocks that a plan must run before its forward: copy-on-write, and partial blocks of a hit.
+
+A copy waits for the next plan, whoever is in it: so a block that depends on one can be shared and given up like any
+other. Its source is locked by a reference until the commit after that plan. A copy into a block that has another owner
+by then is harmless, since copies run first and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframe.blocks import BlockPool
+
+Copy = tuple[int, int, int, int]  # layer group, source block, destination block, number of slots
+
+
+class Copies:
+    """The copies of one cache that are not behind us.
+
+    Attributes:
+        count: copies that were handed to a plan since the last reset of the counters.
+    """
+
+    def __init__(self, pools: Sequence[BlockPool]):
+        self.pools = pools
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; the pools are reset as well."""
+        self._due: list[Copy] = []
+        self._running: list[Copy] = []
+        self.count = 0
+
+    def add(self, group: int, source: int, destination: int, slots: int) -> None:
+        """A copy for the next plan. The caller's reference to `source` becomes its lock."""
+        self._due.append((group, source, destination, slots))
+
+    def take(self) -> list[Copy]:
+        """What the plan that is made now has to run."""
+        self.done()
+        self._due, self._running = [], self._due
+        self.count += len(self._running)
+        return self._running
+
+    def done(self) -> None:
+        """The copies of the last plan were run: their sources may go."""
+        self._running = self._unlock(self._running, unused_only=False)
+
+    def forget_unused(self) -> None:
+        """Copies into blocks that nobody holds any more are not needed."""
+        self._due = self._unlock(self._due, unused_only=True)
+        self._running = self._unlock(self._running, unused_only=True)
+
+    def locked(self, group: int) -> list[int]:
+        """Sources that are locked in a layer group, once per copy."""
+        return [source for g, source, _, _ in self._due + self._running if g == group]
+
+    def _unlock(self, copies: list[Copy], unused_only: bool) -> list[Copy]:
+        left = []
+        for copy in copies:
+            group, source, destination, _ = copy
+            if unused_only and self.pools[group].refs[destination]:
+                left.append(copy)
+            else:
+                self.pools[group].drop(np.array([source]))
+        return left
