@@ -192,7 +192,8 @@ class Engine:
         self.scheduler.stuck.clear()
         if batch:
             try:
-                self._forward(batch)
+                with self.threads.step():
+                    self._forward(batch)
             except BaseException:
                 self.scheduler.recompute(sequence for sequence, _ in batch)
                 raise
@@ -208,8 +209,7 @@ class Engine:
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         ends = np.cumsum([n for _, n in batch]) - 1
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
-        with self.threads.step():
-            logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
+        logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
         for sequence, n in batch:
             self.cache.commit(sequence, n)
             sequence.computed += n
