@@ -82,7 +82,9 @@ def split(arguments: list[str], command: Command) -> tuple[list[str], list[str]]
         elif "=" in argument or argument.startswith("~"):
             overrides.append(argument)
         else:
-            hint = f"prompt={argument!r}" if command.name == "generate" else f"kvframe {command.name} --help"
+            hint = f"kvframe {command.name} --help"
+            if command.name == "generate" and not any(a.startswith(("prompt=", "prompts=")) for a in arguments):
+                hint = f"prompt={argument!r}"
             raise ConfigError(f"{argument!r} is not KEY=VALUE", fix=hint)
     return overrides, flags
 

@@ -148,22 +148,28 @@ def build(cfg: DictConfig) -> Engine:
         CapacityError, UnsupportedModelError, MissingPackageError: see kvframe.errors.
     """
     kernels = build_kernels(cfg)
-    _warm(kernels, plain(cfg, "model"))
+    warming = _warm(kernels, plain(cfg, "model"))
     model = build_model(cfg)
     from kvframe.engine import Engine
 
     context = cache_context(cfg, model, kernels)
     engine = plain(cfg, "engine")
     engine["max_len"] = context.max_len
-    return Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
+    made = Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
+    for thread in warming:
+        thread.join()
+    made.warm()
+    return made
 
 
-def _warm(kernels: Iterable[Kernel], model: dict) -> None:
+def _warm(kernels: Iterable[Kernel], model: dict) -> list[threading.Thread]:
     """Kernels that compile do it in a thread of their own while the weights load. Not a daemon thread: a compiler
     that is cut off at exit may crash."""
     device, dtype = str(model.get("device", "cpu")), model.get("dtype")
-    for kernel in kernels:
-        threading.Thread(target=kernel.warm, args=(device, dtype), name=f"warm-{kernel.name}").start()
+    threads = [threading.Thread(target=k.warm, args=(device, dtype), name=f"warm-{k.name}") for k in kernels]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def build_model(cfg: DictConfig) -> Any:

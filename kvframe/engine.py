@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 from kvframe.text import TextCodec
 from kvframe.threads import Threads
-from kvframe.types import Request
+from kvframe.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Engine:
         pack_weights=True,
         hooks=None,
     ):
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"engine.seed={seed!r} cannot be used", options=["an integer"])
         for name, value in (
             ("max_len", max_len),
             ("max_requests", max_requests),
@@ -81,6 +84,7 @@ class Engine:
         self.text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
         self.meter = Meter()
         self.threads = Threads(adapt=model.device == "cpu" and clock == "wall")
+        self.warmup_seconds = 0.0
         self._names, self._unseeded = itertools.count(), itertools.count()
         self._live: dict[str, list[Sequence]] = {}
         self._done: list[Event] = []  # events that are known before a step
@@ -90,8 +94,9 @@ class Engine:
 
     @property
     def limit(self) -> int:
-        """Tokens of the longest sequence that this engine and this cache can hold."""
-        return min(self.max_len, self.cache.capacity())
+        """Tokens of the longest sequence, prompt and output. The last token is answered but never stored, so there
+        may be one more than the cache holds."""
+        return min(self.max_len, self.cache.capacity() + 1)
 
     def add(self, request: Request) -> str:
         """Queues a request and answers its id.
@@ -104,17 +109,19 @@ class Engine:
         if id in self._live:
             raise RequestError(f"request id {id!r} is already running", fix="give each request an id of its own")
         prompt = self._prompt_tokens(request)
-        if len(prompt) > self.limit:
+        if len(prompt) + min(request.sampling.max_new_tokens, 1) > self.limit:
             raise PromptTooLongError(
-                f"request {id!r} has a prompt of {len(prompt)} tokens; this engine holds {self.limit} "
-                f"(engine.max_len={self.max_len}, cache capacity {self.cache.capacity()})",
+                f"request {id!r} has a prompt of {len(prompt)} tokens; prompt and output together are at most "
+                f"{self.limit} (engine.max_len={self.max_len}, cache capacity {self.cache.capacity()})",
                 fix="a shorter prompt, a larger engine.max_len, or a larger cache.memory or cache.num_blocks",
             )
         params = request.sampling
-        # the last token is answered but never stored, so one more than the limit may exist
-        limit = min(len(prompt) + params.max_new_tokens, self.limit + 1)
+        limit = min(len(prompt) + params.max_new_tokens, self.limit)
         if limit < len(prompt) + params.max_new_tokens:
-            log.info("request %r ends at %d tokens, the longest that fits (engine.max_len, cache capacity)", id, limit)
+            cut, wanted = limit - len(prompt), params.max_new_tokens
+            log.warning(
+                "request %r ends after %d of %d new tokens: prompt and output are at most %d", id, cut, wanted, limit
+            )
         base = params.seed if params.seed is not None else (self.seed << 32) + next(self._unseeded)
         context = () if request.prompt_tokens is not None else prompt[-5:].tolist()
         samples = [
@@ -136,7 +143,13 @@ class Engine:
     def _named(self, requests: Iterable[Request]) -> list[Request]:
         """The requests with an id each; ids that are given are left to those who gave them."""
         requests = list(requests)
+        for request in requests:
+            if not isinstance(request, Request):
+                raise RequestError(f"{str(request)[:60]!r} is not a Request", fix="Request(prompt=...)")
         taken = {request.id for request in requests}
+        twice = [r.id for i, r in enumerate(requests) if r.id is not None and r.id in {s.id for s in requests[:i]}]
+        if twice:
+            raise RequestError(f"several requests have the id {twice[0]!r}", fix="give each request an id of its own")
         return [replace(r, id=self._name(taken)) if r.id is None else r for r in requests]
 
     def _prompt_tokens(self, request: Request) -> np.ndarray:
@@ -317,7 +330,8 @@ class Engine:
                 try:
                     added.append(self.add(request))
                 except KVFrameError as error:
-                    self._refuse(request, str(error))
+                    text = str(error)
+                    self._refuse(request, text if repr(request.id) in text else f"request {request.id!r}: {text}")
             while self.has_work:
                 yield from self.step()
         finally:
@@ -327,6 +341,19 @@ class Engine:
 
     def _refuse(self, request: Request, error: str) -> None:
         self._answer(RequestOutput(id=request.id, prompt=request.prompt, finish_reason="refused", error=error))
+
+    def warm(self) -> None:
+        """Two steps that nobody sees, so that what is done once per process (loading compiled code, first touch of
+        the weights) does not count as decoding."""
+        hooks, self.hooks = self.hooks, None
+        began = time.perf_counter()
+        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        if self.limit > 2:
+            self.generate([Request(prompt_tokens=[0], sampling=sampling)])
+        self.cache.reset()
+        self.meter.start()
+        self._names, self._unseeded = itertools.count(), itertools.count()
+        self.hooks, self.warmup_seconds = hooks, time.perf_counter() - began
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Runs the requests to their end: one output per sample, in the order of the requests."""
@@ -344,4 +371,5 @@ class Engine:
             "kv_bytes_pool": sum(g.num_blocks * g.block_bytes for g in stats.groups),
             "evictions": stats.evictions,
             "copies": stats.copies,
+            "warmup_s": self.warmup_seconds,
         }

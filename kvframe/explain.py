@@ -105,7 +105,8 @@ def _unknown(key: str, overrides, recompose, groups) -> ConfigError:
             break
         node, path = child, f"{path}{name}."
     names = [n for n in node if not (n.startswith("_") or not path and n == "hydra")] if OmegaConf.is_dict(node) else []
-    close, names = resembling(name, names), nearest(name, names)
+    deeper = [f"{top}.{name}" for top in names if not path and OmegaConf.is_dict(node[top]) and name in node[top]]
+    close, names = deeper or resembling(name, names), nearest(name, names)
     where = path.rstrip(".") or "the config"
     if not names:
         return ConfigError(

@@ -55,7 +55,7 @@ class Part(ABC):
     """Base of every part.
 
     Attributes:
-        exact: True when the part never changes an output token (see docs/strategies.md).
+        exact: True when the part never changes an output token (see docs/architecture.md).
     """
 
     exact: bool = True

@@ -21,7 +21,7 @@ class Meter:
 
     def start(self) -> None:
         self.tokens = self.computed = self.steps = 0
-        self.requests = self.refused = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
+        self.requests = self.samples = self.refused = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
         self.seconds = self._reserved = self._used = self._ratio = 0.0  # sums over the steps, weighted by seconds
         self._ttft, self._gaps = deque(maxlen=KEPT), deque(maxlen=KEPT)
         self._began = self._last = time.perf_counter()
@@ -45,13 +45,16 @@ class Meter:
 
     def finished(self, output: RequestOutput) -> None:
         """A sample is done or was refused."""
+        self.samples += 1
+        self.preemptions += output.preemptions
+        if output.sample:  # the samples of a request share its prompt
+            return
         self.requests += 1
         if output.finish_reason == "refused":
             self.refused += 1
             return
         self.prompt_tokens += len(output.prompt_tokens)
         self.cached_tokens += output.cached_tokens
-        self.preemptions += output.preemptions
         if output.ttft_s is not None:
             self._ttft.append(output.ttft_s)
 
@@ -60,6 +63,7 @@ class Meter:
         wall, weight = self._last - self._began, self.seconds or 1.0
         return {
             "requests": self.requests,
+            "samples": self.samples,
             "refused": self.refused,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.tokens,

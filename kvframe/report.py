@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +51,24 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(
-    rows: Iterable[Sequence[Any]], columns: Sequence[str], *, title: str | None = None, right: Iterable[str] = ()
+    rows: Iterable[Sequence[Any]],
+    columns: Sequence[str],
+    *,
+    title: str | None = None,
+    right: Iterable[str] = (),
+    whole: Iterable[str] = (),
 ):
-    """A rich table of texts. `right` names the columns that are aligned to the right."""
+    """A rich table of texts. `right` names the columns that are aligned to the right, `whole` those that are never
+    broken into lines, however narrow the terminal is."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="right" if column in set(right) else "left", overflow="fold")
+        made.add_column(
+            column, justify="right" if column in set(right) else "left", overflow="fold", no_wrap=column in set(whole)
+        )
     for row in rows:
         made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     return made
@@ -79,9 +88,12 @@ def check_out(path: Path, key: str = "out") -> Path:
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"{key}={path} cannot be written: {parent} is not a folder that you may write to")
-    return path
+    try:  # the only question that has one answer on every file system
+        with tempfile.TemporaryFile(dir=parent):
+            return path
+    except OSError as error:
+        reason = f"{key}={path} cannot be written: {parent} is not a folder that you may write to ({error.strerror})"
+        raise ConfigError(reason, fix=f"{key}=run.json") from error
 
 
 def write_text(path: Path | str, text: str) -> Path:

@@ -139,7 +139,7 @@ class Scheduler:
         started = []
         for child in children:
             if len(self.running) < self.max_requests and self._forked(parent, child):
-                child.computed, child.cached = parent.computed, parent.computed
+                child.computed, child.cached = parent.computed, parent.cached
                 self.running.append(child)
                 started.append(child)
             else:

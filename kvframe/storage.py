@@ -61,7 +61,7 @@ class Storage:
             group_of: layer index -> index of its layer group.
             num_blocks: per group, blocks without the null block.
         """
-        device, layers, reasons, notes = torch.device(context.device), [], [], []
+        device, layers, reasons, notes = torch.device(context.device), [], {}, []
         sinks = context.learned_sinks or {}
         for spec in context.layers:
             group = group_of[spec.index]
@@ -69,7 +69,8 @@ class Storage:
             rule = retention.for_layer(spec)
             kernel, why = choose(context.kernels, spec, codecs, rule, context.device)
             if kernel is None:
-                reasons += [f"layer {spec.index}: {reason}" for reason in why]
+                for reason in why:
+                    reasons.setdefault(reason, []).append(spec.index)
                 continue
             notes += [note for note in why if note not in notes]
             if spec.kv_source is None:
@@ -79,7 +80,7 @@ class Storage:
                 k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
             layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index)))
         if reasons:
-            raise IncompatibleCacheError(dict.fromkeys(reasons))
+            raise IncompatibleCacheError(f"{_spans(where)}: {why}: kernel=auto" for why, where in reasons.items())
         return cls(layers, device, notes)
 
     def run_copies(self, copies) -> None:
@@ -147,6 +148,18 @@ def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, lis
             return kernel, why
         why += [f"kernel {kernel.name}: {reason}" for reason in reasons]
     return None, why
+
+
+def _spans(numbers: list[int]) -> str:
+    """Layer numbers as a person writes them: [0, 1, 2, 5] -> "layers 0-2, 5"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
 
 
 def _planes(codec: Codec, dim: int, shape, model_dtype: str, device) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ class TextCodec:
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(
                 "messages were given, and this model's tokenizer has no chat template",
-                fix="give prompt= with plain text, use an instruction-tuned model, or set tokenizer.chat_template",
+                fix="give prompt= with plain text (chat=false), or use an instruction-tuned model",
             )
         try:
             out = self.tokenizer.apply_chat_template(

@@ -157,7 +157,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 is off)"),
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1] (0 is off)"),
             ("repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 is off)"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), 'texts that are not empty, e.g. ["a","b"]'),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "null or an integer >= 0"),
             ("n", self.n >= 1, "an integer >= 1"),
         ]
@@ -193,8 +193,9 @@ class Request:
     def __post_init__(self):
         given = [n for n in ("prompt", "prompt_tokens", "messages") if getattr(self, n) is not None]
         if len(given) != 1:
+            who = "a request" if self.id is None else f"request {self.id!r}"
             raise RequestError(
-                f"request {self.id or ''} gives {given or 'no prompt'}",
+                f"{who} gives {' and '.join(given) or 'no prompt'}",
                 options=["prompt", "prompt_tokens", "messages"],
                 fix="give exactly one of them",
             )

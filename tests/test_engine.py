@@ -70,22 +70,22 @@ def test_empty_prompt_without_bos_is_refused(monkeypatch):
 
 
 def test_prompt_that_is_too_long_names_length_and_limit():
-    with pytest.raises(PromptTooLongError, match=r"prompt of 97 tokens; this engine holds 96"):
-        engine().add(ask(tokens(97)))
+    with pytest.raises(PromptTooLongError, match=r"prompt of 96 tokens; prompt and output together are at most 96"):
+        engine().add(ask(tokens(96)))
 
 
 def test_prompt_as_long_as_the_limit_gets_one_token():
     for strategy in STRATEGIES:
-        (output,) = run_checked(engine(strategy), [ask(tokens(96), max_new_tokens=5)])
+        (output,) = run_checked(engine(strategy), [ask(tokens(95), max_new_tokens=5)])
         assert len(output.output_tokens) == 1 and output.finish_reason == "length"
 
 
 def test_capacity_of_the_cache_is_a_limit_too():
     e = engine(overrides=["cache.num_blocks=3"])
-    assert e.limit == 48
+    assert e.limit == 49, "48 are stored, and one more is answered"
     outputs = e.generate([ask(tokens(49), id="long"), ask(tokens(20), id="short"), ask(tokens(48), id="full")])
     assert [o.finish_reason for o in outputs] == ["refused", "length", "length"]
-    assert "'long' has a prompt of 49 tokens; this engine holds 48" in outputs[0].error
+    assert "'long' has a prompt of 49 tokens; prompt and output together are at most 49" in outputs[0].error
     assert [len(o.output_tokens) for o in outputs] == [0, 6, 1]
 
 
@@ -177,7 +177,8 @@ def test_samples_of_one_prompt_fork_and_equal_lone_requests(strategy, room):
     first = engine(strategy).generate([ask(tokens(21), n=1, temperature=1.0, seed=5, max_new_tokens=20)])[0]
     assert outputs[0].output_tokens == first.output_tokens
     if room == 32:
-        assert [o.cached_tokens for o in outputs[:4]] == [0, 21, 21, 21]
+        assert e.summary()["computed_tokens"] == 21 + 33 + 4 * 19 + 5, "the prompt is computed once"
+        assert (e.summary()["requests"], e.summary()["samples"], e.summary()["prompt_tokens"]) == (2, 5, 54)
         wanted = 0 if e.cache.block_size == 1 else 3
         assert e.cache.stats().copies >= wanted, "the open block must be copied before a sibling writes to it"
 
@@ -256,13 +257,31 @@ def test_whoever_stops_listening_leaves_an_engine_that_works():
     assert len(e.generate([ask(tokens(20))])[0].output_tokens) == 6
 
 
-def test_one_id_twice_is_refused_while_the_first_runs():
-    outputs = engine().generate([ask(tokens(4), id="x"), ask(tokens(5), id="x")])
-    assert [o.finish_reason for o in outputs] == ["length", "refused"] or [o.finish_reason for o in outputs] == [
-        "refused",
-        "length",
-    ]
-    assert "already running" in next(o.error for o in outputs if o.error)
+def test_one_id_twice_is_an_error():
+    with pytest.raises(RequestError, match="several requests have the id 'x'"):
+        engine().generate([ask(tokens(4), id="x"), ask(tokens(5), id="x")])
+    e = engine()
+    e.add(ask(tokens(4), id="x"))
+    with pytest.raises(RequestError, match="already running"):
+        e.add(ask(tokens(4), id="x"))
+    with pytest.raises(RequestError, match="'text' is not a Request"):
+        engine().generate(["text"])
+
+
+def test_output_that_is_cut_by_the_limit_is_said(caplog):
+    (output,) = engine().generate([ask(tokens(90), max_new_tokens=50)])
+    assert len(output.prompt_tokens) + len(output.output_tokens) == 96
+    assert "ends after 6 of 50 new tokens" in caplog.text
+
+
+def test_warming_up_leaves_no_trace():
+    e = engine()
+    e.warm()
+    assert e.warmup_seconds > 0 and e.summary()["steps"] == 0 and e.cache.stats().total("peak") == 0
+    assert (
+        e.generate([ask(tokens(5), temperature=1.0)])[0].output_tokens
+        == engine().generate([ask(tokens(5), temperature=1.0)])[0].output_tokens
+    ), "seeds of requests that bring none do not depend on it"
 
 
 def test_broken_logits_end_one_request_and_not_the_others(monkeypatch):

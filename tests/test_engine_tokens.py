@@ -39,8 +39,21 @@ def requests_of(arch: str, new: int = NEW):
     return [Request(prompt_tokens=p, sampling=params) for p in prompts_of(arch)]
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["roomy", "short"])
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+# the whole grid of chunk sizes and room runs nightly; these four have every value of both
+DAILY = {(1, True), (7, False), (512, False), (512, True)}
+CONDITIONS = [
+    pytest.param(
+        chunk,
+        short,
+        id=f"{chunk}-{'short' if short else 'roomy'}",
+        marks=() if (chunk, short) in DAILY else pytest.mark.nightly,
+    )
+    for chunk in (1, 7, 512)
+    for short in (False, True)
+]
+
+
+@pytest.mark.parametrize("chunk, short", CONDITIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_greedy_tokens_equal_ref(arch, strategy, chunk, short):

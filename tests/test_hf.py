@@ -20,8 +20,8 @@ from kvframe.testing import ARCHS, REFUSED, teacher_logits, tiny_model
 torch.set_num_threads(1)
 
 WINDOWED = {"mistral": (8, 8), **dict.fromkeys(("gemma2", "gemma3", "gpt_oss", "gemma3n"), (8, None, 8, None))}
-DIMS = {"deepseek_v3": (4, 4, 12, 6), "gpt2": (4, 4, 8, 8)}  # q_heads, kv_heads, k_dim, v_dim
-SCALES = {"gemma2": 6**-0.5, "gemma3": 6**-0.5, "deepseek_v3": 12**-0.5, "gemma3n": 1.0}
+DIMS = {"deepseek_v3": (4, 4, 24, 16), "gpt2": (4, 4, 8, 8)}  # q_heads, kv_heads, k_dim, v_dim
+SCALES = {"gemma2": 6**-0.5, "gemma3": 6**-0.5, "deepseek_v3": 24**-0.5, "gemma3n": 1.0}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -295,3 +295,32 @@ def test_changed_weights_are_seen(monkeypatch):
         e.model.module.lm_head.weight.copy_(e.model.module.lm_head.weight.flip(0))
     e.invalidate()
     assert e.generate([request])[0].output_tokens != before
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_made():
+    from kvframe.errors import CapacityError
+    from kvframe.hf import random_model
+
+    with pytest.raises(CapacityError, match=r"GiB of weights; .* GiB are free"):
+        random_model("llama3_70b", dtype="float32", device="cpu")
+
+
+def test_a_kernel_that_cannot_serve_names_layers_once_and_a_fix():
+    from kvframe.errors import IncompatibleCacheError
+    from kvframe.kernels.cpu import CpuKernel
+
+    base = control(["cache=paged", "cache.num_blocks=2"], windows=(None,))
+    layers = tuple(LayerSpec(i, 4, 2, 8, 8, 1.0, dtype="float16") for i in range(6))
+    parts = base.parts
+    with pytest.raises(IncompatibleCacheError) as error:
+        BlockKVCache(
+            CacheContext(layers, max_len=96, kernels=(CpuKernel(),)),
+            parts.layout,
+            parts.index,
+            parts.eviction,
+            parts.retention,
+            parts.codec,
+            num_blocks=2,
+        )
+    assert len(error.value.reasons) == 1
+    assert error.value.reasons[0].startswith("layers 0-5: ") and error.value.reasons[0].endswith("kernel=auto")

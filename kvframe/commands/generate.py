@@ -101,20 +101,27 @@ def kernels_of(cache) -> dict[str, int]:
     return found
 
 
+def _requests(summary: dict) -> str:
+    text = str(summary["requests"])
+    if summary["samples"] > summary["requests"]:
+        text += f", {summary['samples']} samples"
+    return text + (f", {summary['refused']} refused" if summary["refused"] else "")
+
+
 def summary_table(summary: dict):
     """The summary of a run as a rich table."""
     ms, size = human_seconds, human_bytes
     rows = [
-        ("requests", f"{summary['requests']}" + (f", {summary['refused']} refused" if summary.get("refused") else "")),
+        ("requests", _requests(summary)),
         ("prompt tokens", f"{summary['prompt_tokens']}, {summary['cached_tokens']} cached"),
         ("output tokens", f"{summary['output_tokens']} in {ms(summary['seconds'])}"),
         ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
         ("TTFT p50 / p99", f"{ms(summary['ttft_s_p50'])} / {ms(summary['ttft_s_p99'])}"),
         ("ITL p50 / p99", f"{ms(summary['itl_s_p50'])} / {ms(summary['itl_s_p99'])}"),
-        ("KV reserved, mean", size(summary["kv_bytes_reserved"])),
-        ("KV used, mean", size(summary["kv_bytes_used"])),
+        ("KV reserved, mean over time", size(summary["kv_bytes_reserved"])),
+        ("KV used, mean over time", size(summary["kv_bytes_used"])),
         ("KV reserved, peak", size(summary["kv_bytes_peak"])),
-        ("utilization", f"{summary['utilization']:.1%}"),
+        ("utilization, mean over time", f"{summary['utilization']:.1%}"),
         ("preemptions", summary["preemptions"]),
         ("kernel", ", ".join(f"{name} ({n} layers)" for name, n in summary["kernels"].items()) or "-"),
     ]

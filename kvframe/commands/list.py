@@ -168,19 +168,19 @@ def plugin_table(rows: list[dict]):
 
 
 def row_table(rows: list[dict], model: Any):
-    columns = ["choose", "kind", "from", "exact", *(["bytes/token", "per KV head"] if model else []), "what it is"]
+    columns = ["choose", "from", "exact", *(["bytes/token"] if model else []), "what it is"]
     cells = []
     for r in rows:
         exact = "" if r["exact"] is None else "yes" if r["exact"] else "no"
-        cost = [_number(r["bytes_per_token"]), _number(r["bytes_per_token_and_kv_head"])] if model else []
+        cost = [_number(r["bytes_per_token"])] if model else []
         text = (
             f"cannot be used: {r['error']}"
             if r["error"]
             else " ".join([r["description"], *(f"({n})" for n in r["notes"])])
         )
-        cells.append((f"{r['group']}={r['name']}", r["kind"], r["distribution"] or r["plugin"], exact, *cost, text))
+        cells.append((f"{r['group']}={r['name']}", r["distribution"] or r["plugin"], exact, *cost, text))
     title = f"{model.name}, {model.dtype}, {len(model.layers)} layers" if model else None
-    return table(cells, columns, title=title, right=("bytes/token", "per KV head"))
+    return table(cells, columns, title=title, right=("bytes/token",), whole=("choose", "from", "exact", "bytes/token"))
 
 
 def _number(value: float | None) -> str:

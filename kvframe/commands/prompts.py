@@ -63,10 +63,7 @@ def sampling_params(values: dict, base: SamplingParams | None = None) -> Samplin
     for name in values:
         if name not in SAMPLING:
             raise ConfigError(f"sampling has no key {name!r}", options=nearest(name, SAMPLING))
-    try:
-        return dataclasses.replace(base or SamplingParams(), **values)
-    except TypeError as error:  # a text where a number belongs
-        raise RequestError(f"sampling={values} cannot be used: {error}") from error
+    return dataclasses.replace(base or SamplingParams(), **values)
 
 
 def _as_chat(request: Request) -> Request:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvframe.errors import CapacityError
 from kvframe.hf.hub import torch_device, torch_dtype
 from kvframe.hf.model import HFModel
+from kvframe.memory import free_memory
 from kvframe.shapes import find
 
 BLOCK = (1 << 22) + 4099  # normal draws that all weights are cut from; no round number, so rows differ
@@ -22,11 +24,22 @@ def random_model(
     """A model with the shape `shape` (see kvframe.shapes) and random weights; no tokenizer.
 
     The same shape, dtype and seed give the same weights on every device.
-    Raises: ConfigError naming the valid shapes; UnsupportedModelError (see HFModel).
+    Raises: ConfigError naming the valid shapes; CapacityError: the weights do not fit; UnsupportedModelError.
     """
     config, kind, place = find(shape).config(), torch_dtype(dtype), torch_device(device)
     from transformers import AutoModelForCausalLM
 
+    with torch.device("meta"):
+        need = sum(
+            p.numel() * p.element_size() for p in AutoModelForCausalLM.from_config(config, dtype=kind).parameters()
+        )
+    free = free_memory(str(place))
+    if need > free:
+        raise CapacityError(
+            f"model.shape={shape} in {str(kind).removeprefix('torch.')} has {need / 2**30:.1f} GiB of weights; "
+            f"{free / 2**30:.1f} GiB are free on {place}",
+            fix="model.dtype=bfloat16, or a smaller model.shape",
+        )
     with torch.device(place), FastRandom(seed, place):
         module = AutoModelForCausalLM.from_config(config, dtype=kind)
     return HFModel(module, f"random-{shape}", None, verify)
