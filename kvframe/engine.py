@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -146,8 +147,8 @@ class Engine:
         for request in requests:
             if not isinstance(request, Request):
                 raise RequestError(f"{str(request)[:60]!r} is not a Request", fix="Request(prompt=...)")
-        taken = {request.id for request in requests}
-        twice = [r.id for i, r in enumerate(requests) if r.id is not None and r.id in {s.id for s in requests[:i]}]
+        taken = Counter(request.id for request in requests if request.id is not None)
+        twice = [id for id, n in taken.items() if n > 1]
         if twice:
             raise RequestError(f"several requests have the id {twice[0]!r}", fix="give each request an id of its own")
         return [replace(r, id=self._name(taken)) if r.id is None else r for r in requests]
