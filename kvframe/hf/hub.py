@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -132,8 +133,10 @@ def _quantized(quantize: str, kind: torch.dtype, place: torch.device) -> dict[st
         )
     from transformers import BitsAndBytesConfig
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a cast in every layer of every step
     config = (
-        BitsAndBytesConfig(load_in_8bit=True)
+        # threshold 0: which columns count as outliers would depend on the other requests of a step
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         if quantize == "8bit"
         else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=kind)
     )
