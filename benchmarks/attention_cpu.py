@@ -17,26 +17,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvframe_plugins.no_codec import NoCodec
 
-from kvframe.interfaces import Codec, Retention
+from kvframe.interfaces import Retention
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.storage import LayerStorage
-from kvframe.types import GroupPlan, LayerSpec, PlaneSpec, StepPlan
+from kvframe.types import GroupPlan, LayerSpec, StepPlan
 
 HQ, HKV, D, S = 9, 3, 64, 16
-
-
-class Plain(Codec):
-    plain = True
-
-    def planes(self, dim):
-        return {"payload": PlaneSpec((dim,))}
-
-    def encode(self, x):
-        return {"payload": x}
-
-    def decode(self, planes, dtype):
-        return planes["payload"].to(dtype)
 
 
 class Full(Retention):
@@ -96,7 +84,7 @@ def make(requests: int, context: int, dtype: torch.dtype, layers: int, chunk: in
     device = GroupPlan(*(torch.from_numpy(a) for a in (slots, tables, lengths)))
     plan = replace(host, groups=(device,), host=host)
     spec = LayerSpec(0, HQ, HKV, D, D, D**-0.5, dtype=str(dtype).removeprefix("torch."))
-    kernel, codec = CpuKernel(), Plain()
+    kernel, codec = CpuKernel(), NoCodec()
     shape = (requests * columns + 1, S, HKV, D)
     storages = [
         LayerStorage(

@@ -206,7 +206,8 @@ def test_capacity_is_right_for_rules_that_are_not_windows(rule):
             reached += 1
         assert reached == cache.capacity(), (rule, blocks)
         if rule != "chunked":
-            Walker(cache, seed=blocks).walk(300) if cache.reset() is None else None
+            cache.reset()
+            Walker(cache, seed=blocks).walk(300)
 
 
 class Mask(Retention):
