@@ -5,7 +5,8 @@ Shape legend: N blocks (null block 0 included), S block_size, G codec group, Hkv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ import torch
 from kvframe.errors import IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
+
+log = logging.getLogger(__name__)
 
 POISON = {torch.int8: -128, torch.uint8: 127}
 
@@ -49,7 +52,6 @@ class Storage:
 
     layers: list[LayerStorage]
     device: torch.device
-    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def allocate(
@@ -61,7 +63,7 @@ class Storage:
             group_of: layer index -> index of its layer group.
             num_blocks: per group, blocks without the null block.
         """
-        device, layers, reasons, notes = torch.device(context.device), [], {}, []
+        device, layers, reasons, passed_over = torch.device(context.device), [], {}, {}
         sinks = context.learned_sinks or {}
         for spec in context.layers:
             group = group_of[spec.index]
@@ -72,7 +74,8 @@ class Storage:
                 for reason in why:
                     reasons.setdefault(reason, []).append(spec.index)
                 continue
-            notes += [note for note in why if note not in notes]
+            for reason in why:
+                passed_over.setdefault(reason, []).append(spec.index)
             if spec.kv_source is None:
                 shape = (num_blocks[group] + 1, block_size, spec.kv_heads)
                 k, v = (_planes(c, dim, shape, spec.dtype, device) for c, dim in zip(codecs, (spec.k_dim, spec.v_dim)))
@@ -81,7 +84,9 @@ class Storage:
             layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index)))
         if reasons:
             raise IncompatibleCacheError(f"{_spans(where)}: {why}: kernel=auto" for why, where in reasons.items())
-        return cls(layers, device, notes)
+        for reason, where in passed_over.items():
+            log.info("%s: %s", _spans(where), reason)
+        return cls(layers, device)
 
     def run_copies(self, copies) -> None:
         """Copies the first n slots of a block into another one, in every plane of the group's layers."""
