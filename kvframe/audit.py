@@ -10,6 +10,7 @@ from kvframe.types import CacheStats, GroupStats
 
 if TYPE_CHECKING:
     from kvframe.cache import BlockKVCache
+    from kvframe.tables import Held
 
 
 def stats(cache: BlockKVCache) -> CacheStats:
@@ -54,22 +55,39 @@ def used_slots(cache: BlockKVCache, g: int) -> int:
 
 def check(cache: BlockKVCache) -> None:
     """Raises AssertionError when references, tables, pools and the index do not explain each other."""
-    tables, size = cache.tables, cache.block_size
-    for g, (rule, pool) in enumerate(zip(cache.rules, cache.pools)):
+    for g, pool in enumerate(cache.pools):
         held = np.zeros(pool.num_blocks + 1, dtype=np.int64)
-        for row in tables.all():
-            table, length = tables.view(row, g), int(tables.lengths[row.row])
-            blocks = table[table != 0]
-            before = int(held.sum())
-            np.add.at(held, blocks, 1)
-            assert len(set(blocks.tolist())) == len(blocks) == int(held.sum()) - before, f"{row.id} holds a block twice"
-            assert len(table) * size >= length, f"{row.id} has fewer blocks than tokens"
-            assert not length % size or table[length // size], f"{row.id} would write its next token to the null block"
-            if len(blocks) < len(table):
-                hole = np.repeat(table == 0, size)[:length]
-                assert not (hole & ~rule.dead(0, length, length)).any(), f"{row.id} lost a block that a query needs"
+        helds = list(cache.tables.all())
+        if helds:
+            held += _check_tables(cache, g, helds)
         for source in cache.copies.locked(g):
             held[source] += 1
         pool.check(held)
         published = np.sort(cache.index.published(g))
         assert np.array_equal(published, np.flatnonzero(pool.published)), "index and pool disagree on what is published"
+
+
+def _check_tables(cache: BlockKVCache, g: int, helds: list[Held]) -> np.ndarray:
+    """How many requests name each block of layer group g: int64 [num_blocks + 1], 0 for the null block."""
+    size, rule = cache.block_size, cache.rules[g]
+    rows = np.array([held.row for held in helds])
+    counts, lengths = np.array([held.blocks[g] for held in helds]), cache.tables.lengths[rows]
+    tables = cache.tables.rows(g, rows, int(counts.max()) + 1)  # [R, B], 0 behind the end of a table
+
+    def none(wrong: np.ndarray, what: str) -> None:
+        assert not wrong.any(), f"{helds[int(wrong.argmax())].request.id} {what}"
+
+    none(counts * size < lengths, "has fewer blocks than tokens")
+    order = np.sort(tables, axis=1)
+    none(((order[:, 1:] == order[:, :-1]) & (order[:, 1:] != 0)).any(axis=1), "holds a block twice")
+    next_block = tables[np.arange(len(rows)), np.minimum(lengths // size, tables.shape[1] - 1)]
+    none((lengths % size > 0) & (next_block == 0), "would write its next token to the null block")
+    for r in np.flatnonzero(np.count_nonzero(tables, axis=1) < counts):
+        length = int(lengths[r])
+        hole = np.repeat(tables[r, : counts[r]] == 0, size)[:length]
+        assert not (hole & ~rule.dead(0, length, length)).any(), (
+            f"{helds[r].request.id} lost a block that a query needs"
+        )
+    named = np.bincount(tables.reshape(-1), minlength=cache.pools[g].num_blocks + 1)
+    named[0] = 0
+    return named

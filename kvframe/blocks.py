@@ -92,6 +92,10 @@ class BlockPool:
         self._free[self._top : self._top + len(blocks)] = blocks
         self._top += len(blocks)
 
+    def unused(self, blocks: np.ndarray) -> np.ndarray:
+        """bool: which of these published blocks nobody holds."""
+        return self.refs[blocks] == 0
+
     def free_blocks(self) -> np.ndarray:
         """Ids on the free list (a copy)."""
         return self._free[: self._top].copy()
@@ -102,14 +106,14 @@ class BlockPool:
         assert bool((self.refs == held).all()), (
             f"reference counts differ from the holders at blocks {np.flatnonzero(self.refs != held)[:8].tolist()}"
         )
-        free = self._free[: self._top]
-        assert len(np.unique(free)) == self._top, "a block is twice on the free list"
-        assert not bool(self.refs[free].any()), "a live block is on the free list"
-        assert not bool(self.published[free].any()), "a cached block is on the free list"
-        live = int((self.refs > 0).sum())
-        cached = int((self.published & (self.refs == 0)).sum())
-        assert live == self.live and cached == self.cached, "the counters of live or cached blocks are wrong"
+        live, free = self.refs > 0, np.zeros(self.num_blocks + 1, dtype=bool)
+        free[self._free[: self._top]] = True
+        assert np.count_nonzero(free) == self._top, "a block is twice on the free list"
+        assert not (free & live).any(), "a live block is on the free list"
+        assert not (free & self.published).any(), "a cached block is on the free list"
+        alive, cached = np.count_nonzero(live), np.count_nonzero(self.published & ~live)
+        assert alive == self.live and cached == self.cached, "the counters of live or cached blocks are wrong"
         assert self.holds == int(self.refs.sum()), "the counter of references is wrong"
-        assert self._top + live + cached == self.num_blocks, (
-            f"free {self._top} + live {live} + cached {cached} != {self.num_blocks}"
+        assert self._top + alive + cached == self.num_blocks, (
+            f"free {self._top} + live {alive} + cached {cached} != {self.num_blocks}"
         )

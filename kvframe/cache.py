@@ -34,7 +34,7 @@ from kvframe.interfaces import (
 )
 from kvframe.planning import make_plan
 from kvframe.tables import Held, Tables
-from kvframe.types import CacheStats, Match, StepPlan
+from kvframe.types import CacheStats, LayerSpec, Match, StepPlan
 
 
 class BlockKVCache(KVCache):
@@ -69,6 +69,9 @@ class BlockKVCache(KVCache):
         self.rules, self.group_of = layer_groups(retention, context.layers)
         self._refuse_conflicts()
         self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
+        self.unbounded = all(self._limited(layer) for layer in context.layers)
+        if not self.unbounded and all(layer.rotary is not None for layer in context.layers):
+            self.unbounded_fix = retention.limit_fix
         self.token_bytes = [0.0] * len(self.rules)
         for layer in context.layers:
             self.token_bytes[self.group_of[layer.index]] += sizes.layer_token_bytes(codec, layer)
@@ -89,7 +92,7 @@ class BlockKVCache(KVCache):
         self.pools = [BlockPool(n) for n in blocks]
         self._capacity = self._longest()
         self.tables = Tables(context.max_requests, len(self.rules))
-        index.attach(self.block_size, self.rules, eviction)
+        index.attach(self.block_size, self.rules, eviction, lambda: self.now())
         self.copies = Copies(self.pools)
         self.storage = None
         if context.kernels is not None:
@@ -101,6 +104,15 @@ class BlockKVCache(KVCache):
     @property
     def group_names(self) -> list[str]:
         return [rule.name for rule in self.rules]
+
+    def _limited(self, layer: LayerSpec) -> bool:
+        """No query of the layer looks further back than the model was made for, and positions may go on and on."""
+        rule = self.parts.retention.for_layer(layer)
+        if layer.rotary is None or not rule.kernel_mask or rule.window is None:
+            return False
+        if rule.sinks and rule.sink_position(np.zeros(1, dtype=np.int64)) is None:
+            return False
+        return self.context.trained_len is None or rule.window + rule.sinks <= self.context.trained_len
 
     def _refuse_conflicts(self) -> None:
         parts = self.parts
@@ -128,7 +140,26 @@ class BlockKVCache(KVCache):
         return longest
 
     def peek(self, request: CacheRequest) -> tuple[int, int]:
-        return self._match(request).n_tokens, self.index.pending(request)
+        cached = self._match(request).n_tokens
+        return cached, self._pending(request, cached)
+
+    def _pending(self, request: CacheRequest, cached: int) -> int:
+        """Whole blocks of leading tokens, beyond the cached ones, that a running request has still to compute."""
+        tokens, most = request.tokens, 0
+        if not self.index.keeps or len(tokens) <= cached + self.block_size:
+            return 0
+        for held in self.tables.all():
+            other = held.request
+            computed, stop = self.tables.lengths[held.row], min(len(other.tokens), len(tokens) - 1)
+            if not held.publishes or other.salt != request.salt or stop - cached < self.block_size:
+                continue
+            if len(other.tokens) - computed <= 1 or other.tokens[cached] != tokens[cached]:
+                continue  # it decodes, token by token; or it shares nothing more
+            differs = np.flatnonzero(other.tokens[:stop] != tokens[:stop])
+            shared = int(differs[0]) if len(differs) else stop
+            if computed < shared:
+                most = max(most, shared - cached)
+        return most // self.block_size * self.block_size
 
     def admit(self, request: CacheRequest) -> int | None:
         assert request.id not in self.tables, f"request {request.id} is admitted twice"
@@ -171,8 +202,8 @@ class BlockKVCache(KVCache):
         return needs
 
     def _start(self, request: CacheRequest, match: Match, need: list[int]) -> int:
-        self.index.touch(match)
-        held = self.tables.open(request.id)
+        self.index.touch(request, match)
+        held = self.tables.open(request)
         for g, pool in enumerate(self.pools):
             if match.blocks:
                 pool.hold(match.blocks[g])
@@ -203,6 +234,8 @@ class BlockKVCache(KVCache):
                 copy = block if pool.refs[block] > 1 or pool.published[block] else None
             stale.append(copy)
             need.append(max(stop - held.blocks[g], 0) + (copy is not None))
+        if not any(need):
+            return True
         if any(n > pool.free + pool.cached for n, pool in zip(need, self.pools)):
             return False
         self._make_free(need)
@@ -219,8 +252,7 @@ class BlockKVCache(KVCache):
         """Evicts until every group has `need[g]` free blocks; the caller knows that they are there."""
         short = [max(n - pool.free, 0) for n, pool in zip(need, self.pools)]
         if any(short):
-            unused = [pool.published & (pool.refs == 0) for pool in self.pools]
-            for pool, gone in zip(self.pools, self.index.evict(short, unused)):
+            for pool, gone in zip(self.pools, self.index.evict(short, [pool.unused for pool in self.pools])):
                 pool.unpublish(gone)
                 self.evictions += len(gone)
         assert all(pool.free >= n for n, pool in zip(need, self.pools)), "the index freed less than it holds unused"
@@ -278,7 +310,7 @@ class BlockKVCache(KVCache):
         source = self.tables[parent.id]
         if not self.tables.has_row():
             raise CapacityError("fork: all rows are in use", fix="a larger engine.max_requests")
-        held = self.tables.open(child.id)
+        held = self.tables.open(child)
         held.published, held.publishes = source.published, source.publishes
         for g, pool in enumerate(self.pools):
             table = self.tables.view(source, g).copy()
@@ -349,4 +381,6 @@ class BlockKVCache(KVCache):
         storage = self.storage.layers[layer]
         if storage.spec.kv_source is None:
             storage.kernel.store(k, v, storage, plan)
-        return storage.kernel.attend(q, storage, plan)
+        if not storage.sink_queries:
+            return storage.kernel.attend(q, storage, plan)
+        return storage.kernel.attend(q, storage, plan, self.storage.sink_query(q, storage, plan))

@@ -8,13 +8,16 @@ from kvframe.errors import ConfigError
 
 
 class WallClock:
-    """Seconds since `start`."""
+    """`now`: seconds since `start`. `elapsed`: seconds since some moment; goes on over runs and never goes back."""
 
     def start(self) -> None:
         self._zero = time.perf_counter()
 
     def now(self) -> float:
         return time.perf_counter() - self._zero
+
+    def elapsed(self) -> float:
+        return time.perf_counter()
 
     def stepped(self) -> None:
         pass
@@ -27,12 +30,16 @@ class VirtualClock:
     """Every step takes STEP seconds, and waiting takes no real time."""
 
     STEP = 0.01
+    _now = _before = 0.0  # seconds of this run, and of those before it
 
     def start(self) -> None:
-        self._now = 0.0
+        self._before, self._now = self.elapsed(), 0.0
 
     def now(self) -> float:
         return self._now
+
+    def elapsed(self) -> float:
+        return self._before + self._now
 
     def stepped(self) -> None:
         self._now += self.STEP

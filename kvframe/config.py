@@ -197,6 +197,7 @@ def cache_context(cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | Non
         max_step_tokens=engine["max_step_tokens"],
         kernels=kernels or build_kernels(cfg),
         learned_sinks=model.learned_sinks,
+        trained_len=model.max_len,
     )
 
 

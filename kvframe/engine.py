@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from kvframe.clock import make_clock
-from kvframe.errors import ConfigError, KVFrameError, PromptTooLongError, RequestError
+from kvframe.errors import KVFrameError, RequestError
+from kvframe.intake import Intake, check_settings
 from kvframe.interfaces import KVCache
 from kvframe.meter import Meter
 from kvframe.outputs import Event, RequestOutput
-from kvframe.sampling import BadLogitsError, SampleInput, resolve_seed, sample
+from kvframe.policies import make_policy
+from kvframe.sampling import BadLogitsError, SampleInput, sample
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 from kvframe.text import TextCodec
@@ -36,6 +35,7 @@ class Engine:
         max_requests: most sequences that run at once.
         max_step_tokens: token budget of one step (prefill chunks and decode tokens together).
         prefill_chunk: most tokens of one request in a step; None: only the budget bounds it.
+        policy: who is admitted next: "fcfs", or "prefix" (see kvframe.policies).
         clock: "wall", or "virtual" (admission does not depend on wall time).
         seed: base of the seeds of requests that bring none.
         pack_weights: linear layers may take copies of their weights in the form that this machine multiplies fastest
@@ -52,42 +52,25 @@ class Engine:
         max_requests: int,
         max_step_tokens: int,
         prefill_chunk=None,
+        policy="fcfs",
         clock="wall",
         seed=0,
         pack_weights=True,
         hooks=None,
     ):
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ConfigError(f"engine.seed={seed!r} cannot be used", options=["an integer"])
-        for name, value in (
-            ("max_len", max_len),
-            ("max_requests", max_requests),
-            ("max_step_tokens", max_step_tokens),
-            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
-        if model.max_len is not None and max_len > model.max_len:
-            raise ConfigError(
-                " ".join(
-                    [
-                        f"engine.max_len={max_len} is more than the {model.max_len} tokens this model takes.",
-                        *model.notes,
-                    ]
-                ),
-                options=[f"1 .. {model.max_len}"],
-                fix=f"engine.max_len={model.max_len}, or null",
-            )
+        sizes = {"max_len": max_len, "max_requests": max_requests, "max_step_tokens": max_step_tokens}
+        check_settings(model, cache, seed, {**sizes, "prefill_chunk": 1 if prefill_chunk is None else prefill_chunk})
         self.model, self.cache, self.max_len = model, cache, max_len
-        self.seed, self.hooks = seed, hooks
-        self.clock = make_clock(clock)
-        self.scheduler = Scheduler(cache, max_requests, max_step_tokens, prefill_chunk or max_step_tokens)
-        self.text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
+        self.hooks, self.clock = hooks, make_clock(clock)
+        cache.now = self.clock.elapsed
+        chunk = prefill_chunk or max_step_tokens
+        self.scheduler = Scheduler(cache, max_requests, max_step_tokens, chunk, make_policy(policy))
         self.meter = Meter()
         self.threads = Threads(adapt=model.device == "cpu" and clock == "wall")
         self.warmup_seconds = 0.0
-        self._names, self._unseeded = itertools.count(), itertools.count()
         self._live: dict[str, list[Sequence]] = {}
+        text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
+        self.intake = Intake(model, cache, text, max_len, seed, self._live)
         self._done: list[Event] = []  # events that are known before a step
         self.packed_bytes = model.pack_weights() if pack_weights else 0
 
@@ -95,92 +78,53 @@ class Engine:
 
     @property
     def limit(self) -> int:
-        """Tokens of the longest sequence, prompt and output. The last token is answered but never stored, so there
-        may be one more than the cache holds."""
-        return min(self.max_len, self.cache.capacity() + 1)
+        """Tokens of the longest sequence, prompt and output."""
+        return self.intake.limit
 
     def add(self, request: Request) -> str:
-        """Queues a request and answers its id.
+        """Queues a request and answers its id. RequestError, PromptTooLongError: it can never run."""
+        return self._take(request)
 
-        Raises:
-            RequestError: an empty prompt for which the model has no BOS token, token ids outside the vocabulary,
-                an id that is running already; PromptTooLongError: it can never fit.
+    def branch(self, id: str, prompt_tokens, sampling: SamplingParams | None = None, new_id=None, sample=0) -> str:
+        """Adds a request whose prompt is all tokens of a running sample so far and `prompt_tokens`; answers its id.
+
+        It shares what the sample has computed (copy on write) when there is room in the batch, else it waits as any
+        request does. `sampling` None: as the sample's. Errors as in `add`; RequestError: the sample is not running.
         """
-        id = self._name() if request.id is None else request.id
-        if id in self._live:
-            raise RequestError(f"request id {id!r} is already running", fix="give each request an id of its own")
-        prompt = self._prompt_tokens(request)
-        if len(prompt) + min(request.sampling.max_new_tokens, 1) > self.limit:
-            raise PromptTooLongError(
-                f"request {id!r} has a prompt of {len(prompt)} tokens; prompt and output together are at most "
-                f"{self.limit} (engine.max_len={self.max_len}, cache capacity {self.cache.capacity()})",
-                fix="a shorter prompt, a larger engine.max_len, or a larger cache.memory or cache.num_blocks",
-            )
-        params = request.sampling
-        limit = min(len(prompt) + params.max_new_tokens, self.limit)
-        if limit < len(prompt) + params.max_new_tokens:
-            cut, wanted = limit - len(prompt), params.max_new_tokens
-            log.warning(
-                "request %r ends after %d of %d new tokens: prompt and output are at most %d", id, cut, wanted, limit
-            )
-        base = params.seed if params.seed is not None else (self.seed << 32) + next(self._unseeded)
-        context = () if request.prompt_tokens is not None else prompt[-5:].tolist()
-        samples = [
-            Sequence(request, id, i, prompt, limit, resolve_seed(base, i), self.text.detokenizer(params.stop, context))
-            for i in range(params.n)
-        ]
-        self._live[id] = samples
-        if limit <= len(prompt):
+        parent = self.intake.living(id, sample)
+        return self._take(self.intake.branch(parent, prompt_tokens, sampling, new_id, self.clock.now()), parent)
+
+    def _take(self, request: Request, parent: Sequence | None = None) -> str:
+        first, *siblings = samples = self.intake.sequences(request)
+        self._live[first.request_id] = samples
+        if first.limit <= first.prompt_len:
             for sequence in list(samples):
                 self._finish(sequence, "length", None, "")
-            return id
-        samples[0].siblings = samples[1:]
-        self.scheduler.add(samples[0])
-        return id
-
-    def _name(self, taken: Iterable[str] = ()) -> str:
-        return next(name for i in self._names if (name := f"r{i}") not in self._live and name not in taken)
-
-    def _named(self, requests: Iterable[Request]) -> list[Request]:
-        """The requests with an id each; ids that are given are left to those who gave them."""
-        requests = list(requests)
-        for request in requests:
-            if not isinstance(request, Request):
-                raise RequestError(f"{str(request)[:60]!r} is not a Request", fix="Request(prompt=...)")
-        taken = Counter(request.id for request in requests if request.id is not None)
-        twice = [id for id, n in taken.items() if n > 1]
-        if twice:
-            raise RequestError(f"several requests have the id {twice[0]!r}", fix="give each request an id of its own")
-        return [replace(r, id=self._name(taken)) if r.id is None else r for r in requests]
-
-    def _prompt_tokens(self, request: Request) -> np.ndarray:
-        if request.messages is not None:
-            ids = self.text.chat(request.messages)
-        elif request.prompt is not None:
-            ids = self.text.encode(request.prompt)
+            return first.request_id
+        first.siblings = siblings
+        if parent is None:
+            self.scheduler.add(first)
         else:
-            ids = request.prompt_tokens
-        try:
-            tokens = np.asarray(ids)
-        except (ValueError, TypeError, OverflowError):
-            tokens = np.empty((0, 0))
-        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-            raise RequestError(
-                f"prompt_tokens={str(ids)[:80]} is not one row of token ids", options=["a list of integers"]
-            )
-        tokens = tokens.astype(np.int64)
-        if len(tokens) == 0:
-            if self.model.bos_id is None:
-                raise RequestError(
-                    "the prompt is empty and the model has no BOS token to start from", fix="give a prompt"
-                )
-            tokens = np.array([self.model.bos_id])
-        wrong = tokens[(tokens < 0) | (tokens >= self.model.vocab_size)]
-        if len(wrong):
-            raise RequestError(
-                f"token id {int(wrong[0])} is not in the vocabulary", options=[f"0 .. {self.model.vocab_size - 1}"]
-            )
-        return tokens.astype(np.int32)
+            self.scheduler.branch(parent, first)
+        return first.request_id
+
+    def rollback(self, id: str, tokens: int, sample: int = 0) -> int:
+        """Takes back the last output tokens of a running sample, between steps, as if they had never been: text, stop
+        strings, log-probabilities, times and count (what was computed stays counted). Events that were answered cannot
+        be taken back: the last `tokens` of this sample are void, and its later texts continue those before them.
+
+        A draw depends on the seed and the output position only, so what follows is chosen as it was before: the same
+        tokens again, unless two logits are so close that another batch decides.
+
+        Returns: how many of the remaining tokens keep their keys and values; at least the last is computed again.
+        Raises: RequestError: the sample is not running, or has not put out that many tokens.
+        """
+        sequence = self.intake.living(id, sample, tokens)
+        if tokens:
+            self.meter.took_back(sequence.times, tokens)
+            void = [e for e in self._done if (e.id, e.sample) == (id, sample)][-tokens:]  # of a step that failed
+            self._done = [e for e in self._done if not any(e is v for v in void)]
+        return self.scheduler.truncate(sequence, sequence.n - tokens)
 
     def abort(self, id: str) -> None:
         """Ends a request now, wherever it is; its samples answer what they have so far."""
@@ -232,14 +176,8 @@ class Engine:
         self.meter.step(seconds, len(tokens), stats)
         if ready:
             self._sample(logits, [batch[i][0] for i in ready])
-        self._watch(
-            "kvframe_on_step",
-            step=self.meter.steps - 1,
-            requests=len(batch),
-            tokens=len(tokens),
-            seconds=seconds,
-            stats=stats,
-        )
+        step = self.meter.steps - 1
+        self._watch("kvframe_on_step", step=step, requests=len(batch), tokens=len(tokens), seconds=seconds, stats=stats)
 
     def _watch(self, hook: str, **facts) -> None:
         """Tells the plugins. Who only watches cannot stop the engine."""
@@ -280,14 +218,11 @@ class Engine:
 
     def _accept(self, sequence: Sequence, token: int, logprob: dict | None, now: float) -> None:
         params = sequence.params
-        self.meter.token(None if sequence.last_token_at is None else now - sequence.last_token_at)
-        sequence.append(token, now)
-        if sequence.logprobs is not None:
-            sequence.logprobs.append(logprob)
+        self.meter.token(now - sequence.times[-1] if sequence.times else None)
+        sequence.append(token, now, logprob)
         eos = token in params.stop_token_ids or (token in self.model.eos_ids and not params.ignore_eos)
         delta = "" if eos else sequence.text.push(token)
-        done = eos or sequence.text.stopped or sequence.n >= sequence.limit
-        if not done:
+        if not (eos or sequence.text.stopped or sequence.n >= sequence.limit):
             self._done.append(Event(sequence.request_id, sequence.sample, token, delta))
             return
         delta += sequence.text.finish()
@@ -324,7 +259,7 @@ class Engine:
         self.cache.start_run()
         self.clock.start()
         self.meter.start()
-        named = self._named(requests)
+        named = self.intake.named(requests)
         added = []
         try:
             for request in named:
@@ -332,7 +267,8 @@ class Engine:
                     added.append(self.add(request))
                 except KVFrameError as error:
                     text = str(error)
-                    self._refuse(request, text if repr(request.id) in text else f"request {request.id!r}: {text}")
+                    text = text if repr(request.id) in text else f"request {request.id!r}: {text}"
+                    self._answer(RequestOutput(request.id, 0, request.prompt, finish_reason="refused", error=text))
             while self.has_work:
                 yield from self.step()
         finally:
@@ -340,37 +276,25 @@ class Engine:
                 self.abort(name)
             self._done.clear()
 
-    def _refuse(self, request: Request, error: str) -> None:
-        self._answer(RequestOutput(id=request.id, prompt=request.prompt, finish_reason="refused", error=error))
-
     def warm(self) -> None:
         """Two steps that nobody sees, so that what is done once per process (loading compiled code, first touch of
         the weights) does not count as decoding."""
         hooks, self.hooks = self.hooks, None
         began = time.perf_counter()
-        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
         if self.limit > 2:
-            self.generate([Request(prompt_tokens=[0], sampling=sampling)])
+            self.generate([Request(prompt_tokens=[0], sampling=SamplingParams(max_new_tokens=2, ignore_eos=True))])
         self.cache.reset()
         self.meter.start()
-        self._names, self._unseeded = itertools.count(), itertools.count()
+        self.intake.restart()
         self.hooks, self.warmup_seconds = hooks, time.perf_counter() - began
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Runs the requests to their end: one output per sample, in the order of the requests."""
-        named = self._named(requests)
+        named = self.intake.named(requests)
         place = {request.id: i for i, request in reversed(list(enumerate(named)))}
         done = [event.output for event in self.stream(named) if event.output is not None]
         return sorted(done, key=lambda output: (place[output.id], output.sample))
 
     def summary(self) -> dict:
         """Figures of the last run: the meter's, and the cache's bytes and history."""
-        stats = self.cache.stats()
-        return {
-            **self.meter.summary(),
-            "kv_bytes_peak": stats.total("peak"),
-            "kv_bytes_pool": sum(g.num_blocks * g.block_bytes for g in stats.groups),
-            "evictions": stats.evictions,
-            "copies": stats.copies,
-            "warmup_s": self.warmup_seconds,
-        }
+        return {**self.meter.summary(self.cache.stats()), "warmup_s": self.warmup_seconds}

@@ -9,8 +9,9 @@ G tokens of a sealing group, `...` any leading shape.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,12 +85,15 @@ class Retention(Part):
             `k <= q and (window is None or q - k < window or k < sinks)`, which is what fast kernels know.
         kernel_mask: False sends attention to the `reference` kernel, which asks `visible`.
         forgets: False promises that `dead` is False everywhere.
+        limit_fix: the override under which no query looks back further than a fixed distance (see KVCache.unbounded),
+            for messages; empty where there is none.
     """
 
     window: int | None = None
     sinks: int = 0
     kernel_mask: bool = True
     forgets: bool = True
+    limit_fix: str = ""
 
     @property
     def name(self) -> str:
@@ -108,22 +112,60 @@ class Retention(Part):
     def dead(self, start: int, stop: int, num_computed: int) -> np.ndarray:
         """Boolean [stop - start]: positions that no query at `>= num_computed` can see."""
 
+    def sink_position(self, q_pos: np.ndarray) -> np.ndarray | None:
+        """The position from which a query at `q_pos` looks at the keys `k < sinks`, same shape; None: always its own.
+
+        At most `q_pos`. Where it is less, no sink is within the window, and the kernel gets a second query.
+        """
+        return None
+
+
+class Run(Protocol):
+    """What an eviction policy orders: neighbouring blocks of one cached prefix that have one history, since every
+    request that used one of them used them all.
+
+    Attributes:
+        start, stop: positions of its tokens within the prefix.
+        key: names the prefix up to and including the run's first token; the same when those tokens come back after an
+            eviction. May cost time in proportion to the prefix; read it in `on_insert` and `on_remove` only.
+    """
+
+    start: int
+    stop: int
+    key: Hashable
+
 
 class Eviction(Part):
-    """Which unused cached block goes first. Host state only; used by a PrefixIndex."""
+    """Which unused cached block goes first. Host state only; used by a PrefixIndex.
+
+    An index asks one policy per layer group (a deep copy of the one that was configured). It tells the policy of runs,
+    from the end of a prefix to its beginning, so that of runs which were used at once the last one comes first. What
+    must stay is the index's business: blocks in use, and under full attention whatever has something cached behind it.
+    """
 
     @abstractmethod
-    def on_insert(self, node: Any) -> None: ...
+    def on_insert(self, run: Run) -> None:
+        """The run is new, is back after an eviction, or has grown at its end before anybody hit it."""
 
     @abstractmethod
-    def on_hit(self, node: Any) -> None: ...
+    def on_hit(self, run: Run) -> None:
+        """A request uses the whole run."""
 
     @abstractmethod
-    def on_remove(self, node: Any) -> None: ...
+    def on_split(self, run: Run, head: Run) -> None:
+        """The run was cut: `head` is new and has its first tokens. Both have the history of the run."""
 
     @abstractmethod
-    def victims(self, n: int, evictable: Sequence[Any]) -> list[Any]:
-        """At most n of the evictable nodes, the first to go first."""
+    def on_remove(self, run: Run) -> None:
+        """Nothing of the run is cached any more."""
+
+    @abstractmethod
+    def victims(self, evictable: Callable[[Run], bool]) -> Iterator[Run]:
+        """Yields evictable runs, the first to go first.
+
+        The index takes blocks from the run it got before it asks for the next one, which may make others evictable
+        and calls `on_remove` when nothing is left; it stops asking when it has enough.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +192,19 @@ class PrefixIndex(Part):
     keeps: bool = True
 
     @abstractmethod
-    def attach(self, block_size: int, groups: Sequence[Retention], eviction: Eviction) -> None:
-        """Called once by the cache before anything else."""
+    def attach(
+        self, block_size: int, groups: Sequence[Retention], eviction: Eviction, now: Callable[[], float]
+    ) -> None:
+        """Called once by the cache before anything else. `now()` is a time in seconds that never goes back."""
 
     @abstractmethod
     def match(self, request: CacheRequest, limit: int) -> Match:
         """The longest usable prefix of at most `limit` tokens. Does not change the index."""
 
     @abstractmethod
-    def pending(self, request: CacheRequest) -> int:
-        """Leading tokens that a running request is computing right now."""
-
-    @abstractmethod
-    def touch(self, match: Match) -> None:
-        """The match is being used: the moment to update recency. What protects its blocks from eviction is that
-        requests hold them (see `unused` in `evict`), not the index."""
+    def touch(self, request: CacheRequest, match: Match) -> None:
+        """The request uses the match that was just made for it: the moment to update recency. What protects its blocks
+        from eviction is that requests hold them (see `unused` in `evict`), not the index."""
 
     @abstractmethod
     def insert(self, request: CacheRequest, blocks: Sequence[np.ndarray], length: int) -> list[Inserted]:
@@ -179,11 +219,11 @@ class PrefixIndex(Part):
         """int32 ids of the blocks of one layer group that the index holds."""
 
     @abstractmethod
-    def evict(self, need: Sequence[int], unused: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def evict(self, need: Sequence[int], unused: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[np.ndarray]:
         """Gives up blocks so that each group g gets at least `need[g]` unused ones back.
 
-        `unused[g]` is a boolean array over the block ids of group g that the index holds and no request does. The
-        cache counts on every one of them, wherever it lies in a prefix. Answers, per group, the ids that the index
+        `unused[g](ids)` says of block ids that the index holds in group g whether no request does (bool, same shape).
+        The cache counts on every unused one, wherever it lies in a prefix. Answers, per group, the ids that the index
         no longer holds.
         """
 
@@ -225,7 +265,14 @@ class Codec(Part):
 
 
 class Kernel(ABC):
-    """What runs store and attend on a device. Stateless between steps."""
+    """What runs store and attend on a device. Stateless between steps.
+
+    Attributes:
+        sink_queries: `attend` takes a second query for the sinks. A kernel without it is never asked to serve a layer
+            whose retention has a `sink_position`.
+    """
+
+    sink_queries: bool = False
 
     @property
     @abstractmethod
@@ -246,8 +293,14 @@ class Kernel(ABC):
         """Encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` into the slots of the plan."""
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> torch.Tensor:
-        """`q [T, Hq, Dk]` -> `out [T, Hq, Dv]`, reading what is stored, the step's own tokens included."""
+    def attend(
+        self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`q [T, Hq, Dk]` -> `out [T, Hq, Dv]`, reading what is stored, the step's own tokens included.
+
+        `sink_q [T, Hq, Dk]`: the queries that meet the keys at `k < retention.sinks`, all others meet q; given when
+        the retention has a `sink_position` (and `sink_queries` is True), not passed otherwise.
+        """
 
 
 @dataclass(frozen=True)
@@ -262,6 +315,7 @@ class CacheContext:
         max_step_tokens: token budget of one step.
         kernels: kernels in order of preference; None builds the control plane only (no tensors).
         learned_sinks: layer index -> tensor [Hq] of learned sink logits.
+        trained_len: tokens of the longest text that the model was made for; None: not known.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -272,15 +326,26 @@ class CacheContext:
     max_step_tokens: int = 512
     kernels: tuple[Kernel, ...] | None = None
     learned_sinks: Any = None
+    trained_len: int | None = None
 
 
 class KVCache(ABC):
     """The interface between the engine and every way of keeping keys and values.
 
     The control plane (everything but `attend`) lives on the host and holds no tensor.
+
+    Attributes:
+        exact: True when no part of it ever changes an output token.
+        unbounded: True when no query ever looks further back than the model was trained for, however long the request,
+            so that requests may be longer than the model's own length.
+        unbounded_fix: the override that makes it True, for messages; empty where there is none.
+        now: a time in seconds that never goes back; the engine puts its own clock here.
     """
 
     exact: bool = True
+    unbounded: bool = False
+    unbounded_fix: str = ""
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     @abstractmethod
     def capacity(self) -> int:
@@ -288,8 +353,8 @@ class KVCache(ABC):
 
     @abstractmethod
     def peek(self, request: CacheRequest) -> tuple[int, int]:
-        """`(cached, pending)`: leading tokens that are cached, and leading tokens that a running request is
-        computing right now. Takes no lock, updates no recency."""
+        """`(cached, pending)`: leading tokens that are cached, and how many more will be once the running requests have
+        computed what they share with this one. Takes no lock, updates no recency."""
 
     @abstractmethod
     def admit(self, request: CacheRequest) -> int | None:

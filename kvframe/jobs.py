@@ -60,13 +60,13 @@ class Run:
             raise self._error
         return self._code
 
-    def out(self, value: str | None) -> Path | None:
-        """Where a result goes that the user called `value`.
+    def out(self, value: str | None, key: str = "out") -> Path | None:
+        """Where a result goes that the user called `value` with the override `key`.
 
         Raises:
             ConfigError: it cannot be written; better said before the work than after.
         """
-        return None if not value else check_out(Path(value).expanduser())
+        return None if not value else check_out(Path(value).expanduser(), key)
 
 
 class Sweep(Run):
@@ -137,24 +137,24 @@ class Sweep(Run):
             return 2
         return 0 if all(one == "completed" for one in status) else 1
 
-    def out(self, value):
+    def out(self, value, key="out"):
         if not value:
             return None
-        path = _check_relative(value)
+        path = _check_relative(value, key)
         self._record["out"] = os.path.join(self._subdir, path)
         self._wrote = True
-        return check_out(self.folder / self._subdir / path)
+        return check_out(self.folder / self._subdir / path, key)
 
     def _index(self) -> None:
         if self._wrote:
             write_json(self.folder / "sweep.json", {"jobs": self.jobs})
 
 
-def _check_relative(value: str | None) -> Path | None:
+def _check_relative(value: str | None, key: str = "out") -> Path | None:
     path = Path(value).expanduser() if value else None
     if path is not None and path.is_absolute():
         raise ConfigError(
-            f"under -m every job would write the same file out={value}",
-            fix=f"out={path.name} hydra.sweep.dir={path.parent}",
+            f"under -m every job would write the same file {key}={value}",
+            fix=f"{key}={path.name} hydra.sweep.dir={path.parent}",
         )
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,6 +44,14 @@ class Meter:
         if gap is not None:
             self._gaps.append(gap)
 
+    def took_back(self, times: Sequence[float], n: int) -> None:
+        """The last n of the tokens that a sequence got at these times do not count."""
+        self.tokens -= n
+        for i in range(max(len(times) - n, 1), len(times)):
+            gap = times[i] - times[i - 1]
+            if gap in self._gaps:
+                self._gaps.remove(gap)
+
     def finished(self, output: RequestOutput) -> None:
         """A sample is done or was refused."""
         self.samples += 1
@@ -58,8 +67,9 @@ class Meter:
         if output.ttft_s is not None:
             self._ttft.append(output.ttft_s)
 
-    def summary(self) -> dict:
-        """Counts and seconds of the run. Bytes are time-weighted means over the steps."""
+    def summary(self, stats: CacheStats) -> dict:
+        """Counts and seconds of the run, and what the cache says at its end. Bytes are time-weighted means over the
+        steps, except peak and pool."""
         wall, weight = self._last - self._began, self.seconds or 1.0
         return {
             "requests": self.requests,
@@ -80,6 +90,10 @@ class Meter:
             "kv_bytes_used": int(self._used / weight),
             "utilization": self._ratio / weight,
             "preemptions": self.preemptions,
+            "kv_bytes_peak": stats.total("peak"),
+            "kv_bytes_pool": sum(g.num_blocks * g.block_bytes for g in stats.groups),
+            "evictions": stats.evictions,
+            "copies": stats.copies,
         }
 
 

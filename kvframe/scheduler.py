@@ -4,27 +4,39 @@ Order of a step, under a budget of `max_step_tokens`:
 
     1. decode: every running sequence with one token to compute gets it;
     2. prefill: running sequences with more to compute get a chunk;
-    3. admission: waiting sequences, first come first served, while they fit.
+    3. admission: waiting sequences in the order of the policy (see policies.py), while they fit.
 
 When a sequence cannot grow, the youngest running one that has no part in this step loses its cache and waits at
 the front of the queue (preemption by recompute).
+
+A waiting sequence whose next tokens a running one is computing right now (`pending` of `KVCache.peek`) is not
+admitted: it waits, others may go ahead, and it finds those tokens cached later, so that a shared prefix is computed
+once. That is no worse for it: whom it waits for was there first and is served before it in every step. So those who
+go ahead meanwhile do not count as overtaking it. The wait ends by itself, with the computing or with the one who
+computes (abort, preemption, failure), and nobody waits when nothing runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from kvframe.errors import CapacityError
 from kvframe.interfaces import KVCache
+from kvframe.policies import FirstCome, Policy
 from kvframe.sequence import Sequence
+
+LOOK = 64  # waiting sequences, from the front of the queue, that a step considers at once
 
 
 class Scheduler:
-    """Holds the waiting and running sequences; the only caller of admit, grow and release while they live."""
+    """Holds the waiting and running sequences; the only caller of admit, grow, truncate and release while they live."""
 
-    def __init__(self, cache: KVCache, max_requests: int, max_step_tokens: int, prefill_chunk: int):
-        self.cache, self.max_requests = cache, max_requests
+    def __init__(
+        self, cache: KVCache, max_requests: int, max_step_tokens: int, prefill_chunk: int, policy: Policy | None = None
+    ):
+        self.cache, self.max_requests, self.policy = cache, max_requests, policy or FirstCome()
         self.max_step_tokens, self.prefill_chunk = max_step_tokens, prefill_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -99,31 +111,52 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _admit(self, now: float) -> None:
+        seen: dict[Sequence, tuple[int, int]] = {}  # cached, pending: what the cache said in this step
+
+        def look(sequence: Sequence) -> tuple[int, int]:
+            cached, pending = self.cache.peek(sequence)
+            seen[sequence] = cached, pending if self.running else 0
+            return seen[sequence]
+
+        def cached(sequence: Sequence) -> int:
+            return (seen.get(sequence) or look(sequence))[0]
+
         while self.waiting and self.budget and len(self.running) < self.max_requests:
-            sequence = self.waiting[0]
-            if sequence.arrival > now:
+            near = [s for s in islice(self.waiting, LOOK) if s.arrival <= now and not (s in seen and seen[s][1])]
+            if not near:
                 return
-            hit = self.cache.admit(sequence)
-            if hit is None:
-                if not self.running:  # an empty cache will not become emptier
-                    self.stuck.append(self.waiting.popleft())
-                    continue
+            sequence = self.policy.choose(near, cached)
+            if (sequence in seen and seen[sequence][1]) or look(sequence)[1]:  # whom this step admitted may compute it
+                continue
+            if self._start(sequence):
+                self.policy.started(sequence, near[: near.index(sequence)])
+            elif self.running:
+                self.policy.refused(sequence)
                 return
-            self.waiting.popleft()
-            sequence.computed = hit
-            if sequence.outputs == 0:
-                sequence.cached = hit
-            self.running.append(sequence)
-            if not self._grow(sequence, sequence.n - hit, preempt=False):
-                if len(self.running) == 1:
-                    self.running.pop()
-                    self.cache.release(sequence)
-                    self.stuck.append(sequence)
-                    continue
-                self.running.pop()
-                self.cache.release(sequence)
-                self.waiting.appendleft(sequence)
-                return
+            else:  # an empty cache will not become emptier
+                self._leave(sequence)
+                self.stuck.append(sequence)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Lets a waiting sequence run in this step. False: it does not fit now, and nothing changed."""
+        hit = self.cache.admit(sequence)
+        if hit is None:
+            return False
+        sequence.computed = hit
+        if sequence.outputs == 0:
+            sequence.cached = hit
+        self.running.append(sequence)
+        if self._grow(sequence, sequence.n - hit, preempt=False):
+            self.waiting.remove(sequence)
+            return True
+        self.running.pop()
+        self.cache.release(sequence)
+        sequence.computed = 0
+        return False
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.policy.forget(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is done or aborted, wherever it is."""
@@ -131,7 +164,15 @@ class Scheduler:
             self.running.remove(sequence)
             self.cache.release(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._leave(sequence)
+
+    def truncate(self, sequence: Sequence, length: int) -> int:
+        """Takes back the tokens of a living sequence from `length` (>= 1) on, wherever it is. Answers for how many of
+        the others the cache holds keys and values; the rest, at least the last one, is computed in the next steps."""
+        sequence.truncate(length)
+        if sequence.computed >= length:
+            sequence.computed = self.cache.truncate(sequence, length - 1)
+        return sequence.computed
 
     def fork(self, parent: Sequence, children: Iterable[Sequence]) -> list[Sequence]:
         """Children start from what the parent has computed; those for which there is no place wait and
@@ -145,6 +186,15 @@ class Scheduler:
             else:
                 self.add(child)
         return started
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """The child's tokens begin with all of the parent's. It starts from what a running parent has computed, unless
+        the cache has or will have more; else it waits like any other."""
+        if parent in self.running and parent.computed >= sum(self.cache.peek(child)):
+            if self.fork(parent, [child]):
+                child.cached = child.computed
+        else:
+            self.add(child)
 
     def _forked(self, parent: Sequence, child: Sequence) -> bool:
         try:

@@ -24,6 +24,7 @@ class Sequence:
         limit: the most tokens that may exist (max_new_tokens, the engine's and the cache's limit).
         seed: of this sample's draws.
         text: its Detokenizer.
+        times: of the output tokens, in seconds of the engine's clock.
         siblings: samples that wait to be forked from this one at its first token.
     """
 
@@ -37,8 +38,7 @@ class Sequence:
         self.limit = limit
         self.computed = self.cached = self.preemptions = 0
         self.logprobs: list[dict] | None = None if request.sampling.logprobs is None else []
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
+        self.times: list[float] = []
         self.siblings: list[Sequence] = []
 
     @property
@@ -54,20 +54,29 @@ class Sequence:
     def outputs(self) -> int:
         return self.n - self.prompt_len
 
-    def append(self, token: int, now: float) -> None:
+    def append(self, token: int, now: float, logprob: dict | None = None) -> None:
         self._buffer[self.n] = token
         self.n += 1
-        self.last_token_at = now
-        if self.first_token_at is None:
-            self.first_token_at = now
+        self.times.append(now)
+        if self.logprobs is not None:
+            self.logprobs.append(logprob)
+
+    def truncate(self, length: int) -> None:
+        """The output tokens from `length` (>= prompt_len) on were never there: token ids, times, log-probabilities and
+        text. What the cache holds is the scheduler's business."""
+        self.n = length
+        del self.times[self.outputs :]
+        if self.logprobs is not None:
+            del self.logprobs[self.outputs :]
+        self.text = self.text.again(self.tokens[self.prompt_len :].tolist())
 
     def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
         """What the user gets. Times are seconds of the engine's clock, from arrival."""
         ttft = itl = None
-        if self.first_token_at is not None:
-            ttft = self.first_token_at - self.arrival
+        if self.times:
+            ttft = self.times[0] - self.arrival
             if self.outputs > 1:
-                itl = (self.last_token_at - self.first_token_at) / (self.outputs - 1)
+                itl = (self.times[-1] - self.times[0]) / (self.outputs - 1)
         return RequestOutput(
             id=self.request_id,
             sample=self.sample,

@@ -6,13 +6,14 @@ Shape legend: N blocks (null block 0 included), S block_size, G codec group, Hkv
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from kvframe.errors import IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
+from kvframe.kernels.rotation import SinkQueries
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class LayerStorage:
         block_size: S.
         learned_sinks: [Hq] logits, or None.
         kernel: the kernel that serves the layer.
+        sink_queries: the rule has a `sink_position`, so the kernel gets a second query.
     """
 
     spec: LayerSpec
@@ -44,14 +46,19 @@ class LayerStorage:
     block_size: int
     kernel: Kernel
     learned_sinks: torch.Tensor | None = None
+    sink_queries: bool = field(init=False)
+
+    def __post_init__(self):
+        self.sink_queries = has_sink_queries(self.retention)
 
 
 @dataclass
 class Storage:
-    """All layers of a cache on one device."""
+    """All layers of a cache on one device. `sink_query(q, layer, plan)` makes the second queries of a step."""
 
     layers: list[LayerStorage]
     device: torch.device
+    sink_query: SinkQueries = field(default_factory=SinkQueries)
 
     @classmethod
     def allocate(
@@ -149,10 +156,16 @@ def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, lis
     why: list[str] = []
     for kernel in kernels:
         reasons = kernel.unsupported(spec, codecs, retention, device)
+        if has_sink_queries(retention) and not kernel.sink_queries:
+            reasons = [*reasons, "it takes no second query for the sinks (cache.retention.positions=absolute)"]
         if not reasons:
             return kernel, why
         why += [f"kernel {kernel.name}: {reason}" for reason in reasons]
     return None, why
+
+
+def has_sink_queries(retention: Retention) -> bool:
+    return retention.sink_position(np.zeros(1, dtype=np.int64)) is not None
 
 
 def _spans(numbers: list[int]) -> str:

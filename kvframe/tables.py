@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvframe.interfaces import CacheRequest
+
 
 @dataclass
 class Held:
@@ -22,7 +24,7 @@ class Held:
         published: logical blocks that were handed to the index; publishes: False after `invalidate`.
     """
 
-    id: str
+    request: CacheRequest
     row: int
     blocks: list[int]
     promise: list[int]
@@ -39,6 +41,8 @@ class Tables:
         self.clear()
 
     def clear(self) -> None:
+        for table in self._blocks:
+            table[:] = 0
         self.lengths = np.zeros(self.num_rows, dtype=np.int64)
         self._held: dict[str, Held] = {}
         self._rows = list(range(self.num_rows - 1, -1, -1))
@@ -60,10 +64,10 @@ class Tables:
         """Blocks that admitted requests will still take for the tokens they were admitted with."""
         return self._promised[group]
 
-    def open(self, id: str) -> Held:
-        assert id not in self._held, f"request {id} holds a row already"
-        held = Held(id, self._rows.pop(), [0] * self.num_groups, [0] * self.num_groups)
-        self._held[id] = held
+    def open(self, request: CacheRequest) -> Held:
+        assert request.id not in self._held, f"request {request.id} holds a row already"
+        held = Held(request, self._rows.pop(), [0] * self.num_groups, [0] * self.num_groups)
+        self._held[request.id] = held
         return held
 
     def promise(self, held: Held, need: Sequence[int]) -> None:

@@ -135,7 +135,7 @@ class Detokenizer:
     """
 
     def __init__(self, codec: TextCodec, stop: Sequence[str] = (), context: Sequence[int] = ()):
-        self.codec, self.stop, self.stopped = codec, tuple(stop), False
+        self.codec, self.stop, self.context, self.stopped = codec, tuple(stop), tuple(context), False
         self._window = [int(i) for i in context if int(i) not in codec.silent]
         self._read = len(self._window)  # tokens of the window before the last boundary
         self._known = codec.decode(self._window)  # the beginning of decode(window) that is behind us
@@ -146,6 +146,13 @@ class Detokenizer:
     def text(self) -> str:
         """Everything that was answered so far."""
         return "".join(self._parts)
+
+    def again(self, tokens: Iterable[int]) -> Detokenizer:
+        """A new one, as this one was when it had taken only these tokens."""
+        other = Detokenizer(self.codec, self.stop, self.context)
+        for token in tokens:
+            other.push(token)
+        return other
 
     def push(self, token: int) -> str:
         """Take one more token; answer the text that is certain now (often empty)."""

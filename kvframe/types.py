@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,26 @@ ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
     "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How the queries and keys of a layer turn with their position p: pair i of what turns by `p * inv_freq[i]`.
+
+    With k_dim 8, start 2 and two frequencies the numbers 2..5 turn, and the others do not:
+
+        halves        0 1 [a b | a b] 6 7      pairs (2, 4) and (3, 5)
+        interleaved   0 1 [a a | b b] 6 7      pairs (2, 3) and (4, 5)
+
+    Attributes:
+        inv_freq: radians per token of each pair, float32 values; empty: the layer does not turn at all (NoPE).
+        start: the first number of a vector that turns.
+        interleaved: pairs are neighbours instead of halves.
+    """
+
+    inv_freq: tuple[float, ...] = ()
+    start: int = 0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,8 @@ class LayerSpec:
         sinks: the layer has one learned sink logit per query head (gpt-oss).
         kv_source: index of the layer whose keys and values this layer reads, or None for its own.
         dtype: dtype of q, k and v as a string, e.g. "float32".
+        rotary: how queries and keys turn with position, the same way at any length; None: not known.
+        no_rotary: why it is not known.
     """
 
     index: int
@@ -47,6 +70,8 @@ class LayerSpec:
     sinks: bool = False
     kv_source: int | None = None
     dtype: str = "float32"
+    rotary: Rotary | None = None
+    no_rotary: str = "nobody looked at its queries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +106,13 @@ class Match:
             future query needs.
         tail: per layer group `(source block, m)`: the first m slots of `source` are to be copied into
             the request's own next block; empty when the match ends at a block boundary.
+        note: whatever the index wants to see again in `touch`.
     """
 
     n_tokens: int = 0
     blocks: tuple[np.ndarray, ...] = ()
     tail: tuple[tuple[int, int], ...] = ()
+    note: Any = field(default=None, compare=False, repr=False)
 
 
 def _integer(name: str, value: Any) -> int | None:
@@ -105,8 +132,8 @@ def _finite(name: str, value: Any) -> float:
         if isinstance(value, str | bool) or not math.isfinite(value):
             raise TypeError
         return float(value)
-    except TypeError:
-        raise RequestError(f"{name}={value!r} cannot be used", options=["a number"]) from None
+    except (TypeError, OverflowError):
+        raise RequestError(f"{name}={str(value)[:40]} cannot be used", options=["a number"]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +194,37 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """How dear to a request is what it leaves in a prefix index.
+
+    Attributes:
+        priority: what has less of it is evicted first, whatever the eviction policy says.
+        pin: seconds since the last use during which it is evicted only when nothing else is left.
+    """
+
+    priority: int = 0
+    pin: float = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "priority", _integer("keep.priority", self.priority))
+        object.__setattr__(self, "pin", _finite("keep.pin", self.pin))
+        if self.pin < 0:
+            raise RequestError(f"keep.pin={self.pin!r} cannot be used", options=["seconds >= 0"])
+
+    @classmethod
+    def of(cls, value: Any) -> Keep:
+        """A Keep from what a user wrote: None, a Keep, or a mapping with its fields."""
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        if not isinstance(value, Mapping):
+            raise RequestError(f"keep={value!r} cannot be used", options=['{"priority": 1, "pin": 60}'])
+        for name in value:
+            if name not in ("priority", "pin"):
+                raise RequestError(f"keep has no key {name!r}", options=["priority", "pin"])
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to continue it. Exactly one of prompt, prompt_tokens and messages is given.
 
@@ -177,7 +235,7 @@ class Request:
         sampling: see SamplingParams.
         id: a name for the output; the engine gives one when it is None.
         salt: requests with different salts never share cached tokens.
-        keep: hint for the eviction of what this request leaves in a prefix index (see Eviction).
+        keep: what becomes of the tokens that this request leaves in a prefix index: a Keep, or a mapping like it.
         arrival: seconds after the start of the run at which the request becomes known.
     """
 
@@ -187,7 +245,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: str | None = None
     salt: str = ""
-    keep: Any = None
+    keep: Keep | Mapping | None = None
     arrival: float = 0.0
 
     def __post_init__(self):
@@ -200,6 +258,7 @@ class Request:
                 fix="give exactly one of them",
             )
         object.__setattr__(self, "arrival", _finite("arrival", self.arrival))
+        object.__setattr__(self, "keep", Keep.of(self.keep))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Node:
 class TrieIndex(PrefixIndex):
     """Published blocks by the tokens that lead to them."""
 
-    def attach(self, block_size, groups, eviction):
+    def attach(self, block_size, groups, eviction, now):
         self.size, self.rules, self.groups = block_size, list(groups), range(len(groups))
         self.clear()
 
@@ -67,10 +67,7 @@ class TrieIndex(PrefixIndex):
     def _blocks(self, path):
         return tuple(np.array([node.blocks[g] for node in path], np.int32) for g in self.groups)
 
-    def pending(self, request):
-        return 0
-
-    def touch(self, match):
+    def touch(self, request, match):
         self.clock += 1
         for g in self.groups:
             for block in [*(match.blocks[g] if match.blocks else ()), *([match.tail[g][0]] if match.tail else ())]:
@@ -101,7 +98,7 @@ class TrieIndex(PrefixIndex):
         gone = [[] for _ in self.groups]
         for node in sorted({node for owner in self.owner for node in owner.values()}, key=lambda node: node.used):
             for g in self.groups:
-                if len(gone[g]) < need[g] and node.blocks[g] and unused[g][node.blocks[g]]:
+                if len(gone[g]) < need[g] and node.blocks[g] and unused[g](np.array([node.blocks[g]]))[0]:
                     gone[g].append(node.blocks[g])
                     del self.owner[g][node.blocks[g]]
                     node.blocks[g] = 0

@@ -17,6 +17,20 @@ STRATEGIES = {
     "paged-16": ["cache=paged"],
     "paged-64": ["cache=paged", "cache.layout.block_size=64"],
 }
+INDEXES = {"none": [], "radix": ["cache/index=radix"]}
+RETENTIONS = {
+    "model": [],
+    "window": ["cache/retention=sliding_window", "cache.retention.window=12", "cache.retention.sinks=0"],
+    "window+sinks": ["cache/retention=sliding_window", "cache.retention.window=12", "cache.retention.sinks=3"],
+}
+# every composition of these that is allowed; a block of max_len is never shared, so contiguous has no index
+COMPOSITIONS = {
+    f"{layout} {index} {retention}": [*STRATEGIES[layout], *INDEXES[index], *RETENTIONS[retention]]
+    for layout in STRATEGIES
+    for index in INDEXES
+    for retention in RETENTIONS
+    if (layout, index) != ("contiguous", "radix")
+}
 # ragged, around every block size and window
 LENGTHS = (
     1,
@@ -65,12 +79,13 @@ def context_for(model, **options) -> CacheContext:
 
 def make_cache(strategy: str, context: CacheContext, short: bool = False, overrides=()):
     """The cache of a strategy, through Hydra as a user would get it."""
-    cache = build_cache(compose([*STRATEGIES[strategy], *overrides]), context)
+    chosen = COMPOSITIONS[strategy] if strategy in COMPOSITIONS else STRATEGIES[strategy]
+    cache = build_cache(compose([*chosen, *overrides]), context)
     if not short:
         return cache
     need = max(live_blocks(rule, context.max_len, 1, cache.block_size) for rule in cache.rules)
     blocks = need + max(need // 3, 1)  # one request always fits, two long ones do not
-    return build_cache(compose([*STRATEGIES[strategy], f"cache.num_blocks={blocks}"]), context)
+    return build_cache(compose([*chosen, *overrides, f"cache.num_blocks={blocks}"]), context)
 
 
 def make_engine(model, strategy: str, short: bool = False, chunk: int | None = None, overrides=(), **options) -> Engine:

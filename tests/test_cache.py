@@ -8,15 +8,13 @@ import sys
 import numpy as np
 import pytest
 from strategies import STRATEGIES
-from walker import Walked, Walker
+from walker import Walked
 
 from kvframe.config import build_cache, compose
 from kvframe.errors import CapacityError, ConfigError, IncompatibleCacheError
 from kvframe.interfaces import CacheContext
 from kvframe.memory import parse_bytes
 from kvframe.types import LayerSpec
-
-SMALL = {"contiguous": 4, "paged-1": 150, "paged-16": 12, "paged-64": 5}
 
 
 def layers(*windows):
@@ -29,26 +27,6 @@ def control(overrides, windows=(None, 10, None, 10), **options):
 
 
 # -- books ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("windows", [(None, 10, None, 10), (None,), (7,)], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_random_walk_keeps_the_books(strategy, windows):
-    cache = control([*STRATEGIES[strategy], f"cache.num_blocks={SMALL[strategy]}"], windows)
-    walker = Walker(cache, seed=1)
-    walker.walk(2000)
-    assert walker.steps == 2000
-    assert {"admit", "grow", "commit", "fork", "truncate", "release"} <= set(walker.calls)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_long_random_walk(strategy, seed):
-    cache = control([*STRATEGIES[strategy], f"cache.num_blocks={SMALL[strategy]}"])
-    walker = Walker(cache, seed=seed)
-    walker.walk(20_000)
-    assert walker.steps == 20_000
 
 
 def break_a_reference(cache):

@@ -254,7 +254,7 @@ def test_texts_arrive_through_compose(text):
     assert cfg.prompt == text and OmegaConf.to_container(cfg, resolve=True)["prompt"] == text
 
 
-@pytest.mark.parametrize("key", sorted(TEXT_KEYS - {"trace", "text", "model.name"}))
+@pytest.mark.parametrize("key", sorted(TEXT_KEYS - {"trace", "plot", "text", "model.name"}))
 def test_every_text_key_is_quoted(key):
     value = OmegaConf.select(compose([f"{key}=a, b=${{c}}"]), key)
     assert value == "a, b=${c}"

@@ -151,6 +151,9 @@ def builtin_names() -> set[str]:
     return {file.name for file in files} - GENERAL - dtypes
 
 
+MODEL_CONFIGS = {"shapes.py", "models.py"}  # there "sliding_window" is a key of transformers' model configs
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_kvframe_does_not_know_the_built_in_parts(path):
     source = path.read_text(encoding="utf-8")
@@ -164,4 +167,5 @@ def test_kvframe_does_not_know_the_built_in_parts(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             found = builtin_names() & set(re.findall(r"[a-z_0-9]+", node.value))
+            found -= {"sliding_window"} if path.name in MODEL_CONFIGS else set()
             assert not found, f"line {node.lineno} names {found}"

@@ -29,5 +29,6 @@ COMMANDS = {
     for command in (
         Command("generate", "kvframe.commands.generate:run"),
         Command("list", "kvframe.commands.list:run"),
+        Command("simulate", "kvframe.commands.simulate:run"),
     )
 }

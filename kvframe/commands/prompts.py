@@ -132,6 +132,7 @@ def _request(value: Any, params: SamplingParams) -> Request:
         "messages": (_are(value.get("messages", []), dict), 'a list of {"role": ..., "content": ...}'),
         "id": (isinstance(value.get("id", ""), str), "a text"),
         "salt": (isinstance(value.get("salt", ""), str), "a text"),
+        "keep": (isinstance(value.get("keep", {}), dict), '{"priority": 1, "pin": 60}'),
         "arrival": (isinstance(value.get("arrival", 0), int | float), "seconds"),
         "sampling": (isinstance(value.get("sampling", {}), dict), "an object of sampling keys"),
     }

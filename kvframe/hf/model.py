@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import UnsupportedModelError
-from kvframe.hf import linear, rotary, seam
+from kvframe.hf import linear, rotary, seam, turning
 from kvframe.hf.probe import probe
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
@@ -67,7 +67,8 @@ class HFModel:
                 raise UnsupportedModelError(
                     f"{type(module).__name__}.forward takes no position_ids, so requests cannot share one flat forward"
                 )
-            self.layers, self.learned_sinks = facts.layers, facts.sinks
+            self.layers = turning.find(module, facts, self._dry_at, self.max_len)
+            self.learned_sinks = facts.sinks
             self.dtype = facts.layers[0].dtype
             self.running = seam.bind(facts.modules, self.layers)
             seam.set_implementation(module, seam.NAME)
@@ -133,6 +134,13 @@ class HFModel:
         with torch.inference_mode():
             ids = torch.arange(3, 3 + DRY, device=self.device) % self.vocab_size
             self.flat_logits(ids, torch.arange(DRY, device=self.device), torch.tensor([DRY - 1], device=self.device))
+
+    def _dry_at(self, positions: np.ndarray) -> None:
+        """One token id at each of the positions `[P]`: rows that only their position tells apart."""
+        with torch.inference_mode():
+            ids = torch.full((len(positions),), self.vocab_size // 2, device=self.device)
+            at = torch.from_numpy(positions).to(self.device)
+            self.flat_logits(ids, at, torch.tensor([0], device=self.device))
 
     def __repr__(self) -> str:
         return f"HFModel({self.name}, {len(self.layers)} attention layers, {self.dtype}, {self.device})"

@@ -82,6 +82,14 @@ def probe(module: nn.Module, dry_forward: Callable[[], None]) -> Facts:
 
     Raises: UnsupportedModelError naming the layer, its class and what was seen.
     """
+    return facts(module, record(module, dry_forward))
+
+
+def record(module: nn.Module, dry_forward: Callable[[], None]) -> Recorder:
+    """Runs `dry_forward` under the recording functions.
+
+    Raises: UnsupportedModelError when the model cannot run it.
+    """
     from transformers.masking_utils import AttentionMaskInterface
 
     global _current
@@ -106,7 +114,7 @@ def probe(module: nn.Module, dry_forward: Callable[[], None]) -> Facts:
         _current = None
         for hook in hooks:
             hook.remove()
-    return facts(module, recorder)
+    return recorder
 
 
 def facts(module: nn.Module, recorder: Recorder) -> Facts:

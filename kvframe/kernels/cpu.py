@@ -35,6 +35,7 @@ class Work:
     Attributes:
         items: int64 [n, 8], see `cpu_decode`; tables: int32 [R, B]; slots: int64 [T]; keys: what the items read.
         split: some token has more than one item.
+        apart: some item reads a second query, in row `T + token`.
     """
 
     items: np.ndarray
@@ -42,6 +43,7 @@ class Work:
     slots: np.ndarray
     keys: int
     split: bool
+    apart: bool
     chunks: list[Chunk]
 
 
@@ -52,6 +54,7 @@ class CpuKernel(Kernel):
     """
 
     name = "cpu"
+    sink_queries = True
 
     def __init__(self):
         self._plan: StepPlan | None = None
@@ -99,15 +102,18 @@ class CpuKernel(Kernel):
         )  # fmt: skip
         callback("scatter")(self._at)
 
-    def attend(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> torch.Tensor:
-        """`q [T, Hq, Dk]` -> `out [T, Hq, Dv]`."""
+    def attend(
+        self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`q [T, Hq, Dk]` (and `sink_q [T, Hq, Dk]` for the sinks) -> `out [T, Hq, Dv]`."""
         work = self._prepare(storage, plan)
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = torch.empty(q.shape[0], q.shape[1], storage.spec.v_dim, dtype=q.dtype)
         if len(work.items):
-            self._decode(q, out, storage, work)
+            self._decode(torch.cat([q, sink_q]) if work.apart else q, out, storage, work)
         for chunk in work.chunks:
-            prefill(q[chunk.start : chunk.stop], out[chunk.start : chunk.stop], storage, chunk)
+            rows = slice(chunk.start, chunk.stop)
+            prefill(q[rows], out[rows], storage, chunk, None if sink_q is None else sink_q[rows])
         return out
 
     def _prepare(self, storage: LayerStorage, plan: StepPlan) -> Work:
@@ -118,7 +124,7 @@ class CpuKernel(Kernel):
         key = (storage.group, rule.window, rule.sinks, storage.block_size)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = split_work(plan.host or plan, *key)
+            work = self._work[key] = split_work(plan.host or plan, *key, rule.sink_position)
         return work
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, storage: LayerStorage, work: Work) -> None:
@@ -163,26 +169,34 @@ def address(array: np.ndarray) -> int:
 # ---------------------------------------------------------------- the plan, split into work
 
 
-def split_work(plan: StepPlan, group: int, window: int | None, sinks: int, block_size: int) -> Work:
-    """Sorts the requests of a step into items and chunks."""
+def split_work(
+    plan: StepPlan, group: int, window: int | None, sinks: int, block_size: int, sink_position=lambda q_pos: None
+) -> Work:
+    """Sorts the requests of a step into items and chunks. sink_position: see Retention."""
     starts, positions = np.asarray(plan.query_starts), np.asarray(plan.positions, dtype=np.int64)
     tables = np.ascontiguousarray(plan.groups[group].tables, dtype=np.int32)
     slots = np.ascontiguousarray(plan.groups[group].slots, dtype=np.int64)
     counts = np.diff(starts)
     tokens = np.flatnonzero(np.repeat(counts <= FEW, counts))  # numbers of the tokens of decode requests
     rows = np.repeat(np.arange(len(counts)), counts)[tokens]
-    items, keys = make_items(tokens, rows, positions[tokens], window, sinks)
-    chunks = [
-        make_chunk(int(starts[r]), int(starts[r + 1]), int(positions[starts[r]]), tables[r], window, sinks, block_size)
-        for r in np.flatnonzero(counts > FEW)
-    ]
-    return Work(items, tables, slots, keys, bool((items[:, 7] > 1).any()), chunks)
+    seen_from = sink_position(positions)
+    apart = None if seen_from is None or (seen_from == positions).all() else seen_from != positions
+    second = None if apart is None else tokens + len(positions) * apart[tokens]
+    items, keys = make_items(tokens, rows, positions[tokens], window, sinks, second)
+    chunks = []
+    for r in np.flatnonzero(counts > FEW):
+        a, b = int(starts[r]), int(starts[r + 1])
+        far = apart is not None and bool(apart[a:b].any())
+        chunks.append(make_chunk(a, b, int(positions[a]), tables[r], window, sinks, block_size, far))
+    some = apart is not None and bool(apart[tokens].any())
+    return Work(items, tables, slots, keys, bool((items[:, 7] > 1).any()), some, chunks)
 
 
-def make_items(tokens, rows, positions, window: int | None, sinks: int) -> tuple[np.ndarray, int]:
+def make_items(tokens, rows, positions, window: int | None, sinks: int, second=None) -> tuple[np.ndarray, int]:
     """Items `[n, 8]` of decode tokens, and the keys they read. `tokens`, `rows`, `positions`: [m].
 
-    See the drawing in `cpu_decode`: a token has the splits that hold a sink, then those that hold the window.
+    See the drawing in `cpu_decode`: a token has the splits that hold a sink, then those that hold the window. Where
+    `second [m]` names another row of queries than `tokens`, sinks and window have items of their own.
     """
     from kvframe.kernels.cpu_decode import ITEM, SPLIT
 
@@ -191,6 +205,8 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int) -> tuple
     sink = np.minimum(low, sinks)  # visible are [0, sink) and [low, stop)
     first_window = low // SPLIT
     sink_splits = np.minimum(-(-sink // SPLIT), first_window)  # those that hold nothing of the window
+    if second is not None:
+        sink_splits = np.where(second != tokens, -(-sink // SPLIT), sink_splits)
     count = sink_splits + (stop - 1) // SPLIT - first_window + 1
     owner = np.repeat(np.arange(len(tokens)), count)  # [n]
     first = np.cumsum(count) - count
@@ -201,6 +217,11 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int) -> tuple
     for column, (a, b) in ((2, (0, sink[owner])), (4, (low[owner], stop[owner]))):
         items[:, column] = np.clip(a, grid, grid + SPLIT)
         items[:, column + 1] = np.clip(b, grid, grid + SPLIT)
+    if second is not None:
+        far, of_sinks = (second != tokens)[owner], j < sink_splits[owner]
+        items[:, 0] = np.where(of_sinks, second[owner], tokens[owner])
+        items[far & of_sinks, 4:6] = 0
+        items[far & ~of_sinks, 2:4] = 0
     items[:, 6], items[:, 7] = first[owner], count[owner]
     return items, int((sink + stop - low).sum())
 

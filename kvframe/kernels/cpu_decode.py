@@ -17,6 +17,9 @@ a window of 300 and 4 sinks the token at position 700 sees 0..3 and 401..700 and
     positions  0..3        401..511      512..700          -> three partial (max, sum, acc), merged by the
                                                               thread that finishes last, in this order
 
+An item reads the query of its token; the result goes to the row of the last item's token. A token with a second query
+for its sinks has it in another row, which the items of its sinks name; these hold nothing of the window then.
+
 Numbers are read through typed pointers with `load`, which turns bf16 into float32 by a shift of 16 bits; a new
 codec adds a pointer type or a scale there. Shape legend: Hq/Hkv heads, G = Hq / Hkv, Dk/Dv sizes.
 """
@@ -314,6 +317,7 @@ def attend_function(dtype: str, stamp: int):
                         put8(mine, 2 + d, load8(acc, head * dv + d))
                 last = fetch_add(pointer("int64", load(a, DONE)), first * hkv + h0, 1) == splits - 1
             if last:
+                token = load(pointer("int64", load(a, ITEMS)), (first + splits - 1) * ITEM)
                 for head in range(h0 * heads, h1 * heads):
                     values, top, total = shift(acc, head * dv), load(state, 2 * head), load(state, 2 * head + 1)
                     if splits > 1:

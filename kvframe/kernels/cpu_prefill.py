@@ -31,16 +31,21 @@ class Chunk:
             end to end: a slice, or indices where blocks are missing.
         tiles: `(first query, last query + 1, first key, last key + 1, mask bool [c, l])`, counted from the first query
             of the chunk and from the first visible key.
+        apart: how many of the visible keys, the first ones, meet a second query.
     """
 
     start: int
     stop: int
     spans: list[tuple[torch.Tensor, slice | torch.Tensor]]
     tiles: list[tuple[int, int, int, int, torch.Tensor]]
+    apart: int
 
 
-def make_chunk(start: int, stop: int, first: int, table, window: int | None, sinks: int, block_size: int) -> Chunk:
-    """Chunk of tokens [start, stop) whose first position is `first`; `table [B]` is the request's.
+def make_chunk(
+    start: int, stop: int, first: int, table, window: int | None, sinks: int, block_size: int, apart: bool = False
+) -> Chunk:
+    """Chunk of tokens [start, stop) whose first position is `first`; `table [B]` is the request's; apart: the sinks
+    meet a second query.
 
     With block 4, window 6 and 2 sinks, the queries 13..15 see positions 0..1 and 8..15. The spans are block 0 of the
     table, slots 0:2, and blocks 2 and 3 of the table, slots 0:8.
@@ -73,23 +78,27 @@ def make_chunk(start: int, stop: int, first: int, table, window: int | None, sin
         if window is not None:
             mask &= (q - k < window) | (k < sinks)
         tiles.append((a - first, b - first, left, right, torch.from_numpy(mask)))
-    return Chunk(start, stop, spans, tiles)
+    return Chunk(start, stop, spans, tiles, int(np.searchsorted(k_pos, sinks)) if apart else 0)
 
 
-def prefill(q: torch.Tensor, out: torch.Tensor, storage: LayerStorage, chunk: Chunk) -> None:
-    """Fills `out [C, Hq, Dv]` for the queries `q [C, Hq, Dk]` of one chunk."""
+def prefill(q, out, storage: LayerStorage, chunk: Chunk, sink_q=None) -> None:
+    """Fills `out [C, Hq, Dv]` for the queries `q [C, Hq, Dk]` of one chunk; `sink_q [C, Hq, Dk]` meet its sinks."""
+    sink_q = sink_q if chunk.apart else None
     spec = storage.spec
     (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
     k, v = gather(k_plane, chunk), gather(v_plane, chunk)  # [L, Hkv, D]
     if q.dtype == torch.bfloat16 and not native_bfloat16():  # its GEMM is several times slower than in fp32
         q, k, v = q.float(), k.float(), v.float()
     q = q.reshape(q.shape[0], spec.kv_heads, -1, spec.k_dim).permute(1, 2, 0, 3)  # [Hkv, G, C, Dk]
+    if sink_q is not None:
+        sink_q = sink_q.to(q.dtype).reshape(sink_q.shape[0], spec.kv_heads, -1, spec.k_dim).permute(1, 2, 0, 3)
     k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, L, D]
-    plain = spec.softcap is None and storage.learned_sinks is None and spec.k_dim == spec.v_dim
+    plain = spec.softcap is None and storage.learned_sinks is None and spec.k_dim == spec.v_dim and sink_q is None
     tile = sdpa_tile if plain else matmul_tile
     for a, b, left, right, mask in chunk.tiles:
-        x = tile(q[:, :, a:b], k[:, left:right], v[:, left:right], mask, spec, storage.learned_sinks)  # [Hkv, G, c, Dv]
-        out[a:b] = x.permute(2, 0, 1, 3).reshape(b - a, spec.q_heads, spec.v_dim)
+        second = None if sink_q is None else (sink_q[:, :, a:b], chunk.apart)
+        x = tile(q[:, :, a:b], k[:, left:right], v[:, left:right], mask, spec, storage.learned_sinks, second)
+        out[a:b] = x.permute(2, 0, 1, 3).reshape(b - a, spec.q_heads, spec.v_dim)  # x [Hkv, G, c, Dv]
 
 
 def gather(plane: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -106,16 +115,20 @@ def native_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def sdpa_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tensor:
+def sdpa_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) -> torch.Tensor:
     """`q [Hkv, G, c, D]`, `k, v [Hkv, l, D]`, `mask [c, l]` -> `[Hkv, G, c, D]`. KV heads stand where a batch would."""
     k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))  # [Hkv, G, l, D], no copy
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
 
 
-def matmul_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tensor:
-    """The same with softcap, learned sinks and Dk != Dv: online softmax over tiles of TILE_K keys, in fp32."""
+def matmul_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) -> torch.Tensor:
+    """The same with softcap, learned sinks and Dk != Dv: online softmax over tiles of TILE_K keys, in fp32.
+
+    `second` is `(sink_q [Hkv, G, c, Dk], n)`: other queries for the first n keys.
+    """
     hkv, G, c, _ = q.shape
     flat = q.reshape(hkv, G * c, -1)  # [Hkv, G c, Dk]
+    sink_q, sinks = (None, 0) if second is None else (second[0].reshape(flat.shape), second[1])
     if learned_sinks is None:
         top, total = q.new_full((hkv, G, c, 1), -1e30, dtype=torch.float32), 0.0
     else:  # one more score, without a value
@@ -123,7 +136,10 @@ def matmul_tile(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Ten
     acc = q.new_zeros(hkv, G, c, spec.v_dim, dtype=torch.float32)
     for a in range(0, k.shape[1], TILE_K):
         b = min(a + TILE_K, k.shape[1])
-        s = torch.bmm(flat, k[:, a:b].transpose(1, 2)).float().view(hkv, G, c, b - a).mul_(spec.scale)
+        s = torch.bmm(flat, k[:, a:b].transpose(1, 2))
+        if a < sinks:
+            s[..., : sinks - a] = torch.bmm(sink_q, k[:, a : min(b, sinks)].transpose(1, 2))
+        s = s.float().view(hkv, G, c, b - a).mul_(spec.scale)
         if spec.softcap is not None:
             s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
         s.masked_fill_(~mask[:, a:b], float("-inf"))

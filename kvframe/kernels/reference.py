@@ -20,6 +20,7 @@ class ReferenceKernel(Kernel):
     """Gathers, decodes, masks with `retention.visible`, and attends, one request after the other."""
 
     name = "reference"
+    sink_queries = True
 
     def unsupported(
         self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
@@ -32,7 +33,9 @@ class ReferenceKernel(Kernel):
             for name, code in codec.encode(x).items():  # code [T, Hkv, ...]
                 planes[name].view(-1, *planes[name].shape[2:])[slots] = code.to(planes[name].dtype)
 
-    def attend(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         host, group = plan.host, plan.host.groups[storage.group]
         out = q.new_empty(q.shape[0], q.shape[1], storage.spec.v_dim)  # [T, Hq, Dv]
         for r in range(len(host.query_starts) - 1):
@@ -44,7 +47,10 @@ class ReferenceKernel(Kernel):
             mask = torch.from_numpy(np.ascontiguousarray(visible[:, used])).to(q.device)
             k = gather(storage.codec_k, storage.k, slots, torch.float32)  # [L, Hkv, Dk]
             v = gather(storage.codec_v, storage.v, slots, torch.float32)  # [L, Hkv, Dv]
-            out[start:stop] = attend_one(q[start:stop], k, v, mask, storage.spec, storage.learned_sinks)
+            second = None
+            if sink_q is not None:
+                second = sink_q[start:stop], torch.from_numpy(k_pos[used] < storage.retention.sinks).to(q.device)
+            out[start:stop] = attend_one(q[start:stop], k, v, mask, storage.spec, storage.learned_sinks, second)
         return out
 
 
@@ -68,15 +74,18 @@ def gather(codec: Codec, planes: dict, slots: torch.Tensor, dtype: torch.dtype) 
     return codec.decode(flat, dtype)
 
 
-def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tensor:
+def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) -> torch.Tensor:
     """Attention of one request in fp32: `q [C, Hq, Dk]`, `k [L, Hkv, Dk]`, `v [L, Hkv, Dv]`, `mask [C, L]`.
+
+    `second` is `(sink_q [C, Hq, Dk], bool [L])`: other queries, and the keys that they meet.
 
     A learned sink is one more score per head that takes part in the softmax and has no value
     (gpt-oss). softcap: `s = c * tanh(s / c)` (Gemma 2).
     """
     C, Hq, _ = q.shape
-    queries = q.float().reshape(C, spec.kv_heads, Hq // spec.kv_heads, -1)  # [C, Hkv, Hq/Hkv, Dk]
-    scores = torch.einsum("chgd,lhd->hgcl", queries, k) * spec.scale
+    scores = score(q, k, spec)  # [Hkv, Hq/Hkv, C, L]
+    if second is not None:
+        scores = torch.where(second[1], score(second[0], k, spec), scores)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
@@ -86,3 +95,9 @@ def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None) -> torch.Tens
     else:
         p = torch.softmax(scores, dim=-1)
     return torch.einsum("hgcl,lhd->chgd", p, v).reshape(C, Hq, -1).to(q.dtype)
+
+
+def score(q, k, spec: LayerSpec) -> torch.Tensor:
+    """`q [C, Hq, Dk]`, `k [L, Hkv, Dk]` -> scaled products `[Hkv, Hq / Hkv, C, L]` in fp32."""
+    queries = q.float().reshape(q.shape[0], spec.kv_heads, q.shape[1] // spec.kv_heads, -1)
+    return torch.einsum("chgd,lhd->hgcl", queries, k) * spec.scale

@@ -1,25 +1,20 @@
-"""LRU eviction: the block that was used longest ago goes first."""
+"""LRU eviction: the run that was used longest ago goes first."""
 
 from __future__ import annotations
 
-from kvframe.interfaces import Eviction
+import itertools
+
+from kvframe.eviction import Ranked
 
 
-class LRU(Eviction):
-    """Orders nodes by a counter that every insert and every hit advances."""
+class LRU(Ranked):
+    """Ranks runs by a counter that every insert and every hit advances."""
 
     def __init__(self):
-        self.clock = 0
-        self.last_use = {}
+        super().__init__()
+        self._clock = itertools.count()
 
-    def _touch(self, node):
-        self.clock += 1
-        self.last_use[node] = self.clock
+    def on_insert(self, run):
+        self.place(run, next(self._clock))
 
-    on_insert = on_hit = _touch
-
-    def on_remove(self, node):
-        self.last_use.pop(node, None)
-
-    def victims(self, n, evictable):
-        return sorted(evictable, key=self.last_use.__getitem__)[:n]
+    on_hit = on_insert

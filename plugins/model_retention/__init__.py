@@ -18,6 +18,7 @@ class ModelRetention(Retention):
     """`visible: k <= q and q - k < window`. `window` is set per layer, from the probe."""
 
     window: int | None = None
+    limit_fix = "cache/retention=sliding_window cache.retention.positions=cache"
 
     @property
     def forgets(self):

@@ -13,16 +13,13 @@ class NoIndex(PrefixIndex):
 
     keeps = False
 
-    def attach(self, block_size, groups, eviction):
+    def attach(self, block_size, groups, eviction, now):
         self.groups = len(groups)
 
     def match(self, request, limit):
         return Match()
 
-    def pending(self, request):
-        return 0
-
-    def touch(self, match):
+    def touch(self, request, match):
         pass
 
     def insert(self, request, blocks, length):
