@@ -132,8 +132,10 @@ def _finite(name: str, value: Any) -> float:
         if isinstance(value, str | bool) or not math.isfinite(value):
             raise TypeError
         return float(value)
-    except (TypeError, OverflowError):
-        raise RequestError(f"{name}={str(value)[:40]} cannot be used", options=["a number"]) from None
+    except OverflowError:
+        raise RequestError(f"{name} is an integer too large for a number", options=["a number"]) from None
+    except TypeError:
+        raise RequestError(f"{name}={value!r} cannot be used", options=["a number"]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,8 @@ class StepPlan:
             before the forward. Host only.
         max_query, max_context: the longest chunk and the longest context in this step.
         host: the same plan as numpy arrays (a kernel that runs on the host reads these).
+        tails: int64 [C, 2] of (source row, destination row) of per-request planes to copy before the forward, all at
+            once: sources are read before anything is written, and no destination comes twice. Host only.
     """
 
     positions: Any
@@ -299,6 +303,7 @@ class StepPlan:
     max_query: int
     max_context: int
     host: StepPlan | None = None
+    tails: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +316,10 @@ class GroupStats:
         block_size: slots per block.
         num_blocks: blocks of the pool without the null block; block_bytes: bytes of one of them.
         reserved: bytes of the blocks that running requests hold; used: live slots x planes (shared
-            bytes once); evictable: bytes of cached blocks that nobody holds; tail: full-precision tails.
+            bytes once; what is in an open group is not in a slot yet); evictable: bytes of cached blocks that nobody
+            holds; tail: bytes of the full-precision tails of running requests, a whole row each, beside `reserved`.
         peak: highest `reserved` so far.
+        tail_pool: bytes of the tails of all requests that may run, allocated from the beginning.
     """
 
     name: str
@@ -325,6 +332,7 @@ class GroupStats:
     evictable: int
     tail: int
     peak: int
+    tail_pool: int = 0
 
 
 @dataclass(frozen=True, slots=True)

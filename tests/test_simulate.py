@@ -300,7 +300,8 @@ def test_a_trace_is_read_in_order_of_arrival():
 # -- the command ---------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_rows_config_and_versions(here, capsys):
+def test_the_command_writes_rows_config_and_versions(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     written(conversations(requests=60))
     arguments = ["simulate", "trace=t.jsonl", f"tokens_per_id={SIZE}", "cache=radix", "cache/eviction=lru"]
     assert main([*arguments, "capacities=[30,100,null]", "out=sim.json", "plot=p/sim.png"]) == 0

@@ -51,37 +51,48 @@ def test_walks_under_other_evictions_and_models(eviction, windows):
 
 
 class Machine(RuleBasedStateMachine):
-    """The walker's calls, chosen by Hypothesis, which shrinks what fails."""
+    """The walker's calls, chosen by Hypothesis, which shrinks what fails. What a call does comes from a seed of its
+    own: drawing each token by itself made this ten times slower."""
 
     composition: str
+    steps = 0
 
-    @initialize(random=st.randoms(use_true_random=False))
-    def start(self, random):
-        self.walker = Walker(small(self.composition), random=random)
+    @initialize(seed=st.integers(0, 1 << 16))
+    def start(self, seed):
+        self.walker = Walker(small(self.composition), seed=seed)
 
-    @rule()
-    def admit(self):
-        self.walker.move("admit")
+    def move(self, name, seed):
+        self.walker.random.seed(seed)
+        self.walker.move(name)
+
+    @rule(seed=st.integers(0, 1 << 16))
+    def admit(self, seed):
+        self.move("admit", seed)
 
     @precondition(lambda self: self.walker.running)
-    @rule(name=st.sampled_from(["grow", "grow", "grow", "release", "preempt", "fork", "truncate", "peek"]))
-    def use(self, name):
-        self.walker.move(name)
+    @rule(
+        name=st.sampled_from(["grow", "grow", "grow", "release", "preempt", "fork", "truncate", "peek"]),
+        seed=st.integers(0, 1 << 16),
+    )
+    def use(self, name, seed):
+        self.move(name, seed)
 
-    @rule(name=st.sampled_from(["evict", "invalidate", "reset"]))
-    def disturb(self, name):
-        self.walker.move(name)
+    @rule(name=st.sampled_from(["evict", "evict", "evict", "invalidate", "reset"]), seed=st.integers(0, 1 << 16))
+    def disturb(self, name, seed):
+        self.move(name, seed)
 
     def teardown(self):
         if hasattr(self, "walker"):
             self.walker.finish()
+            type(self).steps += self.walker.steps
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_state_machine(composition):
     machine = type("Machine", (Machine,), {"composition": composition})
     machine.TestCase.settings = settings(
-        max_examples=20, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+        max_examples=25, stateful_step_count=50, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     machine.TestCase("runTest").runTest()
+    assert machine.steps >= 1000
