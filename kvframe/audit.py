@@ -10,6 +10,7 @@ from kvframe.types import CacheStats, GroupStats
 
 if TYPE_CHECKING:
     from kvframe.cache import BlockKVCache
+    from kvframe.interfaces import Retention
     from kvframe.tables import Held
 
 
@@ -43,14 +44,22 @@ def used_slots(cache: BlockKVCache, g: int) -> int:
         if rule.window is None:
             return int(lengths.sum())
         return int((lengths - np.maximum(lengths - rule.window - rule.sinks + 1, 0)).sum())
-    helds = list(tables.all())
     filled = np.zeros(pool.num_blocks + 1, dtype=np.int64)
-    for held in helds:
+    for held in tables.all():
         table, length = tables.view(held, g), int(tables.lengths[held.row])
-        live = np.zeros(len(table) * size, dtype=bool)
-        live[:length] = ~rule.dead(0, length, length)
-        np.maximum.at(filled, table, live.reshape(-1, size).sum(axis=1))
-    return int(filled[1:].sum())
+        there = np.flatnonzero(table)
+        live = _live(rule, there * size, np.minimum(there * size + size, length), length)
+        filled[table[there]] = np.maximum(filled[table[there]], live)
+    return int(filled.sum())
+
+
+def _live(rule: Retention, starts: np.ndarray, stops: np.ndarray, length: int) -> np.ndarray:
+    """How many positions of each span [start, stop) a query at `length` or later may see; spans may be empty."""
+    if not rule.kernel_mask:
+        return np.array([np.count_nonzero(~rule.dead(a, b, length)) if a < b else 0 for a, b in zip(starts, stops)])
+    low = 0 if rule.window is None else max(length - rule.window + 1, 0)
+    window = np.maximum(stops - np.maximum(starts, low), 0)
+    return window + np.maximum(np.minimum(stops, min(rule.sinks, low)) - starts, 0)
 
 
 def check(cache: BlockKVCache) -> None:

@@ -132,8 +132,10 @@ class Engine:
             self._finish(sequence, "abort", None, sequence.text.finish())
 
     def invalidate(self) -> None:
-        """The model's weights have changed: nothing that was stored or derived from the old ones is used again."""
+        """The model's weights have changed: nothing that was stored or derived from the old ones is used again. What
+        runs is computed again from its tokens."""
         self.model.weights_changed()
+        self.scheduler.recompute(list(self.scheduler.running))
         self.cache.invalidate()
 
     @property

@@ -97,8 +97,9 @@ class Scheduler:
         return None if youngest is sequence and len(self.running) == 1 else youngest
 
     def recompute(self, sequences: Iterable[Sequence]) -> None:
-        """A step failed half way: what took part in it and still lives starts again from its tokens."""
-        for sequence in sequences:
+        """What is stored for these is not to be trusted (a step failed half way, or weights changed): those that still
+        live start again from their tokens, in the order in which they are given."""
+        for sequence in reversed(list(sequences)):
             if sequence in self.running:
                 self._preempt(sequence)
 
@@ -143,7 +144,7 @@ class Scheduler:
         if hit is None:
             return False
         sequence.computed = hit
-        if sequence.outputs == 0:
+        if not sequence.outputs and not sequence.preemptions:  # later it may find what it computed itself
             sequence.cached = hit
         self.running.append(sequence)
         if self._grow(sequence, sequence.n - hit, preempt=False):

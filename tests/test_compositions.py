@@ -61,8 +61,9 @@ def test_tokens_equal_ref_cold_and_warm(composition, arch, batches):
         return
     size = engine.cache.block_size
     assert sum(cold) > 0 or size == 64
+    assert not engine.cache.stats().evictions
     for prompt, cached in zip(prompts(), again):
-        assert cached >= min((len(prompt) - 1) // size * size, len(prompt) - 1) or engine.cache.evictions
+        assert cached >= (len(prompt) - 1) // size * size
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])

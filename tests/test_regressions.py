@@ -325,3 +325,38 @@ def test_a_kernel_that_cannot_serve_names_layers_once_and_a_fix():
         )
     assert len(error.value.reasons) == 1
     assert error.value.reasons[0].startswith("layers 0-5: ") and error.value.reasons[0].endswith("kernel=auto")
+
+
+@pytest.mark.parametrize("composition", ["paged-16 none model", "paged-1 radix model"])
+def test_new_weights_reach_what_runs_and_what_branches_from_it(composition):
+    module = tiny_model("llama", seed=3)
+    made = make_engine(wrap(module), composition, overrides=["cache.memory=4MiB"], max_requests=4)
+    prompt = np.random.default_rng(0).integers(3, 250, 40).tolist()
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    made.add(Request(prompt_tokens=prompt, sampling=sampling, id="a"))
+    while len(made.intake.living("a", 0).tokens) < 45:
+        made.step()
+    before = made.intake.living("a", 0).tokens.tolist()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    made.invalidate()
+    made.branch("a", [7, 8], sampling, new_id="b")
+    done = {}
+    while made.has_work:
+        done |= {event.id: event.output for event in made.step() if event.output is not None}
+        made.cache.check()
+    assert check_greedy(module, before, (prompt + done["a"].output_tokens)[len(before) :]) > 3
+    assert check_greedy(module, [*before, 7, 8], done["b"].output_tokens) > 3
+    assert done["b"].cached_tokens == 0
+
+
+def test_what_a_request_finds_of_its_own_after_a_preemption_is_no_hit():
+    made = make_engine(wrap(tiny_model("llama")), "paged-1 radix model", chunk=16, overrides=["cache.memory=4MiB"])
+    made.add(Request(prompt_tokens=list(range(3, 63)), sampling=SamplingParams(max_new_tokens=2), id="a"))
+    made.step()
+    made.scheduler.recompute(list(made.scheduler.running))
+    outputs = []
+    while made.has_work:
+        outputs += [event.output for event in made.step() if event.output is not None]
+    assert outputs[0].preemptions == 1 and outputs[0].cached_tokens == 0

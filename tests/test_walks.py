@@ -41,7 +41,7 @@ def test_a_hundred_thousand_steps(composition):
     walk(composition, 100_000, seed=2)
 
 
-@pytest.mark.parametrize("eviction", ["lfu"])
+@pytest.mark.parametrize("eviction", ["lfu", "half_life"])
 @pytest.mark.parametrize("windows", [(None,), (7,)], ids=str)
 def test_walks_under_other_evictions_and_models(eviction, windows):
     cache = control(["cache=radix", f"cache/eviction={eviction}", "cache.num_blocks=12"], windows)
@@ -55,11 +55,13 @@ class Machine(RuleBasedStateMachine):
     own: drawing each token by itself made this ten times slower."""
 
     composition: str
+    cache = None
     steps = 0
 
     @initialize(seed=st.integers(0, 1 << 16))
     def start(self, seed):
-        self.walker = Walker(small(self.composition), seed=seed)
+        self.cache.reset()
+        self.walker = Walker(self.cache, seed=seed)
 
     def move(self, name, seed):
         self.walker.random.seed(seed)
@@ -89,7 +91,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_state_machine(composition):
-    machine = type("Machine", (Machine,), {"composition": composition})
+    machine = type("Machine", (Machine,), {"composition": composition, "cache": small(composition)})
     machine.TestCase.settings = settings(
         max_examples=25, stateful_step_count=50, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from kvframe.config import build_cache
+from kvframe.config import build_cache, plain
 from kvframe.errors import ConfigError
 from kvframe.interfaces import CacheContext, Codec, KVCache, Layout
+from kvframe.policies import make_policy
+from kvframe.simulation.trace import Trace
 from kvframe.types import CacheStats, LayerSpec, PlaneSpec
 
 
@@ -68,6 +70,19 @@ def build(cfg: DictConfig, context: CacheContext, blocks: int, *, every_group: b
         cfg.cache.memory = sum((blocks + 2) * group.block_bytes for group in groups)
         cfg.cache.group_share = {group.name: group.block_bytes for group in groups}
     return build_cache(cfg, context)
+
+
+def limits(cfg: DictConfig, trace: Trace) -> dict:
+    """The engine's limits, checked; without `engine.max_len` the longest request of the trace fits."""
+    engine = plain(cfg, "engine")
+    engine["max_len"] = trace.longest if engine["max_len"] is None else engine["max_len"]
+    engine["prefill_chunk"] = engine["max_step_tokens"] if engine["prefill_chunk"] is None else engine["prefill_chunk"]
+    for name in ("max_len", "max_requests", "max_step_tokens", "prefill_chunk"):
+        value = engine[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
+    make_policy(engine["policy"])
+    return engine
 
 
 @dataclass

@@ -12,12 +12,11 @@ from collections.abc import Callable
 import numpy as np
 from omegaconf import DictConfig
 
-from kvframe.config import plain
 from kvframe.errors import ConfigError
 from kvframe.interfaces import CacheContext, KVCache
 from kvframe.policies import make_policy
 from kvframe.scheduler import Scheduler
-from kvframe.simulation.building import Peaks, build, layers
+from kvframe.simulation.building import Peaks, build, layers, limits
 from kvframe.simulation.trace import MOST, Trace, TraceRequest
 from kvframe.types import Keep
 
@@ -32,13 +31,13 @@ class SimulatedSequence:
     """
 
     __slots__ = ("id", "request", "n", "prompt_len", "limit", "computed", "preemptions", "arrival")
-    __slots__ += ("first_token_at", "_cached", "_buffer", "_tokens_per_id", "_first_output")
+    __slots__ += ("first_token_at", "cached", "_buffer", "_tokens_per_id", "_first_output")
     salt, keep = "", KEEP
 
     def __init__(self, number: int, request: TraceRequest, limit: int, tokens_per_id: int, first_output: int):
         self.id, self.request, self.limit, self.arrival = str(number), request, limit, request.arrival
         self.n = self.prompt_len = request.input_length
-        self.computed = self._cached = self.preemptions = 0
+        self.computed = self.cached = self.preemptions = 0
         self.first_token_at: float | None = None
         self._buffer: np.ndarray | None = None
         self._tokens_per_id, self._first_output = tokens_per_id, first_output
@@ -56,16 +55,6 @@ class SimulatedSequence:
     @property
     def outputs(self) -> int:
         return self.n - self.prompt_len
-
-    @property
-    def cached(self) -> int:
-        """Tokens that were cached when it first ran; what it finds of its own after a preemption is no hit."""
-        return self._cached
-
-    @cached.setter
-    def cached(self, n: int) -> None:
-        if not self.preemptions:
-            self._cached = n
 
     def forget(self) -> None:
         """It is done."""
@@ -86,20 +75,8 @@ def cache_for(cfg: DictConfig, trace: Trace, capacity: int | None, windows: list
     size = build(cfg, context, 1).stats().groups[0].block_size
     outputs = sum(max(request.output_length, 1) for request in trace.requests)
     shares = engine["max_requests"] * -(-engine["max_len"] // size)  # what runs may hold as copies of its own
-    blocks = -(-(trace.distinct * trace.tokens_per_id + outputs) // size) + 2 * len(trace.requests) + shares
+    blocks = -(-(trace.prefixes * trace.tokens_per_id + outputs) // size) + 2 * len(trace.requests) + shares
     return build(cfg, context, blocks, every_group=True)
-
-
-def limits(cfg: DictConfig, trace: Trace) -> dict:
-    """The engine's limits; without `engine.max_len` the longest request of the trace fits."""
-    engine = plain(cfg, "engine")
-    engine["max_len"] = trace.longest if engine["max_len"] is None else engine["max_len"]
-    engine["prefill_chunk"] = engine["max_step_tokens"] if engine["prefill_chunk"] is None else engine["prefill_chunk"]
-    for name in ("max_len", "max_requests", "max_step_tokens", "prefill_chunk"):
-        value = engine[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"engine.{name}={value!r} cannot be used", options=["an integer >= 1"])
-    return engine
 
 
 class Simulation:

@@ -13,7 +13,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from kvframe.interfaces import CacheContext, KVCache
-from kvframe.simulation.building import Peaks, build, by_id, layers
+from kvframe.simulation.building import Peaks, build, by_id, layers, limits
 from kvframe.simulation.trace import Trace, hit_tokens
 from kvframe.types import Keep
 
@@ -50,7 +50,7 @@ def cache_for(cfg: DictConfig, trace: Trace, capacity: int | None, windows: list
         layers([window_in_ids(window, trace.tokens_per_id) for window in windows]),
         max_len=trace.most_ids + 1,
         max_requests=1,
-        max_step_tokens=max(1, cfg.engine.max_step_tokens // trace.tokens_per_id),
+        max_step_tokens=max(1, limits(cfg, trace)["max_step_tokens"] // trace.tokens_per_id),
     )
     unbounded = capacity is None
     return build(by_id(cfg), context, trace.ids + 1 if unbounded else capacity, every_group=unbounded)

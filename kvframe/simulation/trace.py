@@ -11,7 +11,6 @@ what is left of it), and equal ids mean equal tokens up to and including theirs.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,8 @@ from kvframe.errors import ConfigError
 
 KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 MOST = 2**31 - 1  # token ids are int32
+LONGEST = 10_000_000  # tokens of an input or an output
+LATEST = 1e15  # milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,19 @@ class Trace:
         """Tokens of the longest request, input and output."""
         return max(request.input_length + max(request.output_length, 1) for request in self.requests)
 
-    @cached_property
+    @property
     def ideal(self) -> tuple[float, float]:
         """Hit rates in ids and in tokens if every input were cached for ever when the next request arrives: no cache
         finds more, with requests one after another."""
+        return self._tree[:2]
+
+    @property
+    def prefixes(self) -> int:
+        """Distinct prefixes of ids: what an unbounded cache would hold, in ids."""
+        return self._tree[2]
+
+    @cached_property
+    def _tree(self) -> tuple[float, float, int]:
         nodes: dict[tuple[int, int], int] = {}  # (node, id) -> the node behind it
         hits = tokens = 0
         for request in self.requests:
@@ -94,7 +104,7 @@ class Trace:
                 found += not new
             hits += found
             tokens += hit_tokens(request, found, self.tokens_per_id)
-        return hits / self.ids, tokens / self.input_tokens
+        return hits / self.ids, tokens / self.input_tokens, len(nodes)
 
 
 def hit_tokens(request: TraceRequest, hit_ids: int, tokens_per_id: int) -> int:
@@ -135,11 +145,9 @@ def _filled(lines) -> Iterator[tuple[int, str]]:
 def _value(line: str, where: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        shown = line.strip()[:60]
-        raise ConfigError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}: {shown!r}", fix="one JSON object a line"
-        ) from error
+    except (ValueError, RecursionError) as error:  # bad JSON; an integer of thousands of digits; too deep
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ConfigError(f"{where} is not JSON: {why}: {line.strip()[:60]!r}", fix="one JSON object a line") from error
 
 
 def _request(value: Any, dense: dict[int, int], tokens_per_id: int, where: str) -> TraceRequest:
@@ -150,9 +158,9 @@ def _request(value: Any, dense: dict[int, int], tokens_per_id: int, where: str) 
         raise ConfigError(f"{where}: the request has no key {missing[0]!r}", options=KEYS)
     time, inputs, outputs, ids = (value[key] for key in KEYS)
     rules = {
-        "timestamp": (_is(time, int | float) and math.isfinite(time) and time >= 0, "milliseconds >= 0"),
-        "input_length": (_is(inputs, int) and inputs >= 1, "an integer >= 1"),
-        "output_length": (_is(outputs, int) and outputs >= 0, "an integer >= 0"),
+        "timestamp": (_is(time, int | float) and 0 <= time <= LATEST, "milliseconds >= 0"),
+        "input_length": (_is(inputs, int) and 1 <= inputs <= LONGEST, f"an integer from 1 to {LONGEST}"),
+        "output_length": (_is(outputs, int) and 0 <= outputs <= LONGEST, f"an integer from 0 to {LONGEST}"),
         "hash_ids": (isinstance(ids, list) and all(_is(id, int) for id in ids), "a list of integers"),
     }
     for key, (fine, valid) in rules.items():

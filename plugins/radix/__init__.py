@@ -29,7 +29,11 @@ class RadixIndex(PrefixIndex):
     def conflicts(self, others):
         if others.layout.block_size(others.max_len) < others.max_len:
             return []
-        return ["the radix index shares complete blocks, and a block of max_len is never complete: cache/layout=paged"]
+        size = others.layout.block_size(others.max_len)
+        return [
+            f"the radix index shares complete blocks, and a block of {size} tokens holds a whole request of "
+            f"engine.max_len={others.max_len}: cache/layout=paged, with a block_size below that"
+        ]
 
     def attach(self, block_size, groups, eviction, now):
         self.size, self.rules, self.now = block_size, list(groups), now
@@ -125,7 +129,7 @@ class RadixIndex(PrefixIndex):
         if position < length:
             self._append(node, position, tokens, blocks, new, keep)
         if not root.children:
-            self._drop_roots()
+            del self.roots[request.salt]
         return [Inserted(table, np.concatenate([self._none, *ids])) for table, ids in zip(kept, new)]
 
     def _adopt(self, node: Node, position: int, g: int, kept: np.ndarray, blocks: np.ndarray, new: list) -> None:
@@ -280,7 +284,4 @@ class RadixIndex(PrefixIndex):
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
         if node.parent is None and not node.children:
-            self._drop_roots()
-
-    def _drop_roots(self) -> None:
-        self.roots = {salt: root for salt, root in self.roots.items() if root.children}
+            del self.roots[node.salt]
