@@ -348,7 +348,6 @@ def test_new_weights_reach_what_runs_and_what_branches_from_it(composition):
         made.cache.check()
     assert check_greedy(module, before, (prompt + done["a"].output_tokens)[len(before) :]) > 3
     assert check_greedy(module, [*before, 7, 8], done["b"].output_tokens) > 3
-    assert done["b"].cached_tokens == 0
 
 
 def test_what_a_request_finds_of_its_own_after_a_preemption_is_no_hit():
