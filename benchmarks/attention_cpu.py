@@ -1,6 +1,6 @@
 """Decode attention of the `cpu` kernel: achieved GB/s against the read bandwidth of this machine, and gather + SDPA.
 
-    python benchmarks/attention_cpu.py [--layers 30] [--rounds 30] [--overhead] [--prefill]
+    python benchmarks/attention_cpu.py [--layers 30] [--rounds 30] [--overhead] [--prefill] [--codecs]
 
 Heads of SmolLM2-135M: 9 query heads, 3 KV heads, size 64. All contestants are timed in turns and the medians are
 compared, so that a busy neighbour hits all of them. The layers have planes of their own: a step reads more than the
@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvframe_plugins.fp8 import Fp8
+from kvframe_plugins.int8 import Int8
 from kvframe_plugins.no_codec import NoCodec
 
 from kvframe.interfaces import Retention
@@ -71,7 +73,7 @@ class Case:
         return keys * HKV * 2 * D * self.q.element_size() * len(self.layers)
 
 
-def make(requests: int, context: int, dtype: torch.dtype, layers: int, chunk: int = 1) -> Case:
+def make(requests: int, context: int, dtype: torch.dtype, layers: int, chunk: int = 1, codec=None) -> Case:
     """`requests` of `context` tokens, the last `chunk` of them new; blocks lie scattered in the pool."""
     rng = np.random.default_rng(0)
     columns = -(-context // S)
@@ -84,12 +86,13 @@ def make(requests: int, context: int, dtype: torch.dtype, layers: int, chunk: in
     device = GroupPlan(*(torch.from_numpy(a) for a in (slots, tables, lengths)))
     plan = replace(host, groups=(device,), host=host)
     spec = LayerSpec(0, HQ, HKV, D, D, D**-0.5, dtype=str(dtype).removeprefix("torch."))
-    kernel, codec = CpuKernel(), NoCodec()
+    kernel, codec = CpuKernel(), codec or NoCodec()
+    codec = codec.for_layer(spec, "k")
     shape = (requests * columns + 1, S, HKV, D)
     storages = [
         LayerStorage(
-            spec, Full(), 0, codec, codec, {"payload": torch.randn(shape).to(dtype)},
-            {"payload": torch.randn(shape).to(dtype)}, S, kernel,
+            spec, Full(), 0, codec, codec, codec.encode(torch.randn(shape).to(dtype)),
+            codec.encode(torch.randn(shape).to(dtype)), S, kernel,
         )
         for _ in range(layers)
     ]  # fmt: skip
@@ -168,14 +171,37 @@ def prefill(rounds: int) -> None:
             print(f"{dtype} context {context}, us per layer token by token / gemm:  " + "  ".join(line))
 
 
+def codecs(layers: int, rounds: int) -> None:
+    """Attention and store of one layer in codes, against the numbers themselves: 8 requests of 1,024 tokens."""
+    chosen = {
+        "none": NoCodec(), "int8": Int8(), "e4m3": Fp8(), "e5m2": Fp8("e5m2"), "e4m3 fixed": Fp8(scales=0.01),
+        "none fp32": NoCodec(),
+    }  # fmt: skip
+    cases = {
+        name: make(8, 1024, torch.float32 if "fp32" in name else torch.bfloat16, layers, codec=codec)
+        for name, codec in chosen.items()
+    }
+    attend = in_turns(rounds, **{name: case.attend for name, case in cases.items()})
+    store = in_turns(rounds, **{name: case.store for name, case in cases.items()})
+    for name, case in cases.items():
+        nbytes = sum(p.nbytes for p in (*case.layers[0].k.values(), *case.layers[0].v.values()))
+        print(
+            f"{name:>12}: {nbytes / 2**20:5.2f} MiB, attention {attend[name] / layers * 1e6:6.0f}us, "
+            f"{attend[name] / attend['none']:4.2f} x none; store {store[name] / layers * 1e6:5.1f}us"
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--overhead", action="store_true", help="alternate linear layers and attention instead")
     parser.add_argument("--prefill", action="store_true", help="compare the two ways of attending to a chunk instead")
+    parser.add_argument("--codecs", action="store_true", help="compare planes of codes with plain ones instead")
     options = parser.parse_args()
-    if options.overhead:
+    if options.codecs:
+        codecs(options.layers, options.rounds)
+    elif options.overhead:
         overhead(options.layers, options.rounds)
     elif options.prefill:
         prefill(options.rounds)

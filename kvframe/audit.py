@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def stats(cache: BlockKVCache) -> CacheStats:
     """Counters per layer group, from the pools and the tables."""
-    groups = []
+    groups, running = [], len(list(cache.tables.all()))
     for g, (rule, pool) in enumerate(zip(cache.rules, cache.pools)):
         size = cache.block_bytes[g]
         groups.append(
@@ -27,28 +27,31 @@ def stats(cache: BlockKVCache) -> CacheStats:
                 num_blocks=pool.num_blocks,
                 block_bytes=size,
                 reserved=pool.live * size,
-                used=int(used_slots(cache, g) * cache.token_bytes[g]),
+                used=int(sum(used_slots(cache, g, unit) * part for unit, part in cache.parts_of_token[g].items())),
                 evictable=pool.cached * size,
-                tail=0,
+                tail=cache.tail_bytes[g] * running,
                 peak=pool.peak * size,
+                tail_pool=cache.tail_bytes[g] * cache.context.max_requests,
             )
         )
     return CacheStats(tuple(groups), cache.hit_tokens, cache.evictions, cache.copies.count)
 
 
-def used_slots(cache: BlockKVCache, g: int) -> int:
-    """Slots of layer group g that hold a live token; a slot that several requests share counts once."""
+def used_slots(cache: BlockKVCache, g: int, unit: int = 1) -> int:
+    """Slots of layer group g that hold a live token; a slot that several requests share counts once. Under a codec that
+    seals groups of `unit` tokens the slots of an open group hold nothing yet."""
     tables, rule, pool, size = cache.tables, cache.rules[g], cache.pools[g], cache.block_size
     if rule.kernel_mask and not pool.shared:
-        lengths = tables.lengths
+        lengths, stored = tables.lengths, tables.lengths // unit * unit
         if rule.window is None:
-            return int(lengths.sum())
-        return int((lengths - np.maximum(lengths - rule.window - rule.sinks + 1, 0)).sum())
+            return int(stored.sum())
+        gone = np.minimum(stored, lengths - rule.window + 1) - rule.sinks  # positions sinks .. length - window
+        return int((stored - np.maximum(gone, 0)).sum())
     filled = np.zeros(pool.num_blocks + 1, dtype=np.int64)
     for held in tables.all():
         table, length = tables.view(held, g), int(tables.lengths[held.row])
         there = np.flatnonzero(table)
-        live = _live(rule, there * size, np.minimum(there * size + size, length), length)
+        live = _live(rule, there * size, np.minimum(there * size + size, length // unit * unit), length)
         filled[table[there]] = np.maximum(filled[table[there]], live)
     return int(filled.sum())
 
@@ -64,6 +67,8 @@ def _live(rule: Retention, starts: np.ndarray, stops: np.ndarray, length: int) -
 
 def check(cache: BlockKVCache) -> None:
     """Raises AssertionError when references, tables, pools and the index do not explain each other."""
+    rows = [held.row for held in cache.tables.all()] + cache.tables.free_rows()
+    assert sorted(rows) == list(range(cache.tables.num_rows)), "a row has two holders, or none and is not free"
     for g, pool in enumerate(cache.pools):
         held = np.zeros(pool.num_blocks + 1, dtype=np.int64)
         helds = list(cache.tables.all())

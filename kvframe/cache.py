@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvframe import audit
+from kvframe import audit, sealing
 from kvframe import memory as sizes
 from kvframe.blocks import BlockPool
 from kvframe.copies import Copies
@@ -42,8 +42,10 @@ class BlockKVCache(KVCache):
 
     Args:
         context: the model's layers, the device and the limits; see CacheContext.
-        memory: bytes ("2GiB") or a fraction (0.3) of the free memory for the blocks of all layer groups.
-        num_blocks: instead of memory, the number of blocks of the neediest layer group; the others scale.
+        memory: bytes ("2GiB") or a fraction (0.3) of the free memory for the tails of a sealing codec (see
+            kvframe.sealing) and the blocks of all layer groups.
+        num_blocks: instead of memory, the number of blocks of the neediest layer group; the others scale. Tails come
+            on top.
         group_share: layer group name -> share of the memory, instead of the split in proportion to need.
 
     Raises:
@@ -72,10 +74,7 @@ class BlockKVCache(KVCache):
         self.unbounded = all(self._limited(layer) for layer in context.layers)
         if not self.unbounded and all(layer.rotary is not None for layer in context.layers):
             self.unbounded_fix = retention.limit_fix
-        self.token_bytes = [0.0] * len(self.rules)
-        for layer in context.layers:
-            self.token_bytes[self.group_of[layer.index]] += sizes.layer_token_bytes(codec, layer)
-        self.block_bytes = [int(b * self.block_size) for b in self.token_bytes]
+        self._count_bytes()
         longest, chunk = context.max_len, context.max_step_tokens
         self._need = [sizes.live_blocks(rule, longest, chunk, self.block_size) for rule in self.rules]
         blocks = sizes.split(
@@ -88,6 +87,7 @@ class BlockKVCache(KVCache):
             useful=None if index.keeps else context.max_requests,
             device=context.device,
             block_size=self.block_size,
+            tails=sum(self.tail_bytes) * context.max_requests,
         )
         self.pools = [BlockPool(n) for n in blocks]
         self._capacity = self._longest()
@@ -105,6 +105,20 @@ class BlockKVCache(KVCache):
     def group_names(self) -> list[str]:
         return [rule.name for rule in self.rules]
 
+    def _count_bytes(self) -> None:
+        """Per layer group: bytes of a token (in all, and by sealing group), of a block, and of a request's tails."""
+        codec, layers, n = self.codec, self.context.layers, len(self.rules)
+        self.sealed, self.unit = sealing.groups(codec, layers), sealing.unit(codec, layers)
+        self.parts_of_token: list[dict[int, float]] = [{} for _ in range(n)]
+        self.block_bytes, self.tail_bytes = [0] * n, [0] * n
+        for layer in layers:
+            g = self.group_of[layer.index]
+            for group, size in sizes.token_bytes(codec, layer).items():
+                self.parts_of_token[g][group] = self.parts_of_token[g].get(group, 0.0) + size
+            self.block_bytes[g] += sum(sizes.slot_bytes(codec, layer, self.block_size).values())
+            self.tail_bytes[g] += sizes.tail_bytes(codec, layer)
+        self.token_bytes = [sum(parts.values()) for parts in self.parts_of_token]
+
     def _limited(self, layer: LayerSpec) -> bool:
         """No query of the layer looks further back than the model was made for, and positions may go on and on."""
         rule = self.parts.retention.for_layer(layer)
@@ -120,7 +134,7 @@ class BlockKVCache(KVCache):
             r
             for p in (parts.layout, parts.index, parts.eviction, parts.retention, parts.codec)
             for r in p.conflicts(parts)
-        ]
+        ] + list(sealing.conflicts(parts))
         if self.block_size < 1:
             reasons.append(f"the layout answers block_size {self.block_size}; it must be at least 1")
         if reasons:
@@ -175,7 +189,7 @@ class BlockKVCache(KVCache):
     def _match(self, request: CacheRequest) -> Match:
         """What the index has for a request, in whole codec groups, without blocks that no query will see."""
         match = self.index.match(request, len(request.tokens) - 1)
-        while rest := match.n_tokens % self.block_size % self.codec.group:
+        while rest := match.n_tokens % self.block_size % self.unit:
             match = self.index.match(request, match.n_tokens - rest)  # which blocks are needed depends on the length
         size, complete = self.block_size, match.n_tokens // self.block_size
         blocks = []
@@ -317,6 +331,8 @@ class BlockKVCache(KVCache):
             pool.hold(table)
             self.tables.extend(held, g, table)
         self.tables.lengths[held.row] = self.tables.lengths[source.row]
+        if self.tables.lengths[held.row] % self.unit:  # some group is open
+            self.copies.add_row(source.row, held.row)
 
     def truncate(self, request: CacheRequest, length: int) -> int:
         held = self.tables[request.id]
@@ -324,8 +340,7 @@ class BlockKVCache(KVCache):
         kept, before = min(length, computed), -1
         while kept != before:  # what one group has to give up, the others must do without too
             before = kept
-            if kept < computed:
-                kept -= kept % self.codec.group
+            kept = sealing.keepable(kept, computed, self.sealed)
             for g, rule in enumerate(self.rules):
                 lost = self.tables.view(held, g)[: -(-kept // size)] == 0  # [blocks]
                 missing = np.repeat(lost, size)[:kept] & ~rule.dead(0, kept, kept)
@@ -371,10 +386,12 @@ class BlockKVCache(KVCache):
 
     def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
         helds = [self.tables[request.id] for request, _ in batch]
-        plan = make_plan(self.tables, helds, [n for _, n in batch], self.block_size, self.copies.take())
+        copies = self.copies.take()
+        plan = make_plan(self.tables, helds, [n for _, n in batch], self.block_size, copies, self.copies.tails)
         if self.storage is None:
             return plan
         self.storage.run_copies(plan.copies)
+        self.storage.copy_tails(plan.tails)
         return self.storage.to_device(plan)
 
     def attend(self, layer, q, k, v, plan):

@@ -149,17 +149,22 @@ def build(cfg: DictConfig) -> Engine:
     """
     kernels = build_kernels(cfg)
     warming = _warm(kernels, plain(cfg, "model"))
-    model = build_model(cfg)
+    made = build_engine(cfg, build_model(cfg), kernels)
+    for thread in warming:
+        thread.join()
+    made.warm()
+    return made
+
+
+def build_engine(cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | None = None) -> Engine:
+    """Cache and engine of a config around a model that exists already, not warmed up; engines may share a model.
+    kernels: built from the config when None. Errors as in `build`."""
     from kvframe.engine import Engine
 
     context = cache_context(cfg, model, kernels)
     engine = plain(cfg, "engine")
     engine["max_len"] = context.max_len
-    made = Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
-    for thread in warming:
-        thread.join()
-    made.warm()
-    return made
+    return Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
 
 
 def _warm(kernels: Iterable[Kernel], model: dict) -> list[threading.Thread]:

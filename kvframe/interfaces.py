@@ -237,14 +237,29 @@ class Codec(Part):
 
     Append-only: a token (or a full group of tokens) is encoded once, from itself alone.
 
+    A codec with `group` = G > 1 seals: it is asked to encode G tokens at once, when a request has computed them all.
+    Until then they are kept as the model computed them, in a tail per layer and kind, which is none of the codec's
+    business. Of a query at q, keys with `k // G < q // G` are codes and those of its own group are not. Codecs that
+    `for_layer` answers may have different groups, for K and for V and by layer. Paged blocks must hold whole groups;
+    the cache sees to that.
+
     Attributes:
         group: the sealing unit in tokens; 1 for per-token codecs.
-        affine: a fused kernel may read `payload` and `scale` planes as `payload * scale`.
+        affine: a vector is `number * scale`, and a fused kernel may read it so. The plane `payload [D]` holds int8
+            numbers, or uint8 codes whose numbers are `values()`; the plane `scale [1]` (float32 or float16) is there,
+            or `fixed` is the scale of all vectors.
+        fixed: that scale; None: there is a plane.
+        peak: what `encode` does to float32 can be said in one line, and a fused kernel may do it: the scale is
+            `max|x| / peak`, at least the smallest normal float32 and at most what keeps `scale * peak` finite (or
+            `fixed`), and each code is the one nearest to `x / scale` in [-peak, peak], ties to even. NaN gets the NaN
+            of the table, and where there is none makes the scale NaN. None: only `encode` knows.
         plain: the only plane is `payload`, it is the vector itself in the model's dtype.
     """
 
     group: int = 1
     affine: bool = False
+    fixed: float | None = None
+    peak: float | None = None
     plain: bool = False
 
     def for_layer(self, layer: LayerSpec, kind: str) -> Codec:
@@ -255,13 +270,22 @@ class Codec(Part):
     def planes(self, dim: int) -> dict[str, PlaneSpec]:
         """The stored tensors for vectors of size `dim`. Bytes per token follow from these and nothing else."""
 
+    def values(self) -> np.ndarray | None:
+        """float32 [256]: the number that each code of an affine codec's uint8 payload stands for, before the scale.
+        None: the payload holds numbers, not codes."""
+        return None
+
     @abstractmethod
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`x [..., Hkv, D]` -> one tensor per plane, `[..., Hkv, *shape]`."""
+        """`x [..., Hkv, D]` -> one tensor per plane, `[..., Hkv, *shape]`.
+
+        With a group of G > 1: `x [n, G, Hkv, D]`, n full groups that have nothing to do with each other, -> `[n, G,
+        Hkv, *shape]` for planes per token and `[n, Hkv, *shape]` for planes per group.
+        """
 
     @abstractmethod
     def decode(self, planes: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Planes `[..., Hkv, *shape]` -> `x [..., Hkv, D]` in `dtype`."""
+        """Planes as `encode` answers them -> `x [..., Hkv, D]` (`[n, G, Hkv, D]` with a group) in `dtype`."""
 
 
 class Kernel(ABC):
@@ -270,9 +294,12 @@ class Kernel(ABC):
     Attributes:
         sink_queries: `attend` takes a second query for the sinks. A kernel without it is never asked to serve a layer
             whose retention has a `sink_position`.
+        sealing: it stores and reads codecs with a group (see kvframe.tails). A kernel without it is never asked to
+            serve a layer with such a codec.
     """
 
     sink_queries: bool = False
+    sealing: bool = False
 
     @property
     @abstractmethod
@@ -403,7 +430,8 @@ class KVCache(ABC):
     @abstractmethod
     def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
         """Addresses for a step in which each request gets its next n tokens (room was made by `grow`).
-        Runs the step's copies."""
+        Runs the step's copies. Who was in a step that failed before `commit` must be released: under a codec that
+        seals, the step may have closed its open group."""
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> torch.Tensor:

@@ -12,21 +12,42 @@ import numpy as np
 
 from kvframe.errors import CapacityError, ConfigError
 from kvframe.interfaces import Codec, Retention
-from kvframe.types import LayerSpec
+from kvframe.sealing import kinds, unit
+from kvframe.types import LayerSpec, PlaneSpec
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def layer_token_bytes(codec: Codec, layer: LayerSpec) -> float:
-    """Bytes that one token takes in one layer, K and V together (per-group planes count their part)."""
-    if layer.kv_source is not None:
-        return 0.0
-    total = 0.0
-    for kind, dim in (("k", layer.k_dim), ("v", layer.v_dim)):
+def slot_bytes(codec: Codec, layer: LayerSpec, slots: int) -> dict[int, int]:
+    """Bytes of `slots` slots in one layer, K and V together: sealing group of the codec -> bytes.
+
+    This is what the planes take: `slots` entries per token, `slots // group` per group.
+    """
+    total: dict[int, int] = {}
+    for kind, dim in kinds(layer):
         bound = codec.for_layer(layer, kind)
         for plane in bound.planes(dim).values():
-            total += plane.nbytes(layer.dtype) / (bound.group if plane.per == "group" else 1)
-    return total * layer.kv_heads
+            entries = slots // bound.group if plane.per == "group" else slots
+            size = plane.nbytes(layer.dtype) * entries * layer.kv_heads
+            total[bound.group] = total.get(bound.group, 0) + size
+    return total
+
+
+def token_bytes(codec: Codec, layer: LayerSpec) -> dict[int, float]:
+    """Bytes that one token takes in one layer, by sealing group (per-group planes count their part)."""
+    whole = unit(codec, (layer,))
+    return {group: size / whole for group, size in slot_bytes(codec, layer, whole).items()}
+
+
+def layer_token_bytes(codec: Codec, layer: LayerSpec) -> float:
+    """Bytes that one token takes in one layer, K and V together; open groups are not in it (see `tail_bytes`)."""
+    return float(sum(token_bytes(codec, layer).values()))
+
+
+def tail_bytes(codec: Codec, layer: LayerSpec) -> int:
+    """Bytes of one request's open groups in one layer: `group` vectors in the model's dtype, for K and for V."""
+    bound = [(codec.for_layer(layer, kind).group, dim) for kind, dim in kinds(layer)]
+    return sum(g * PlaneSpec((dim,)).nbytes(layer.dtype) * layer.kv_heads for g, dim in bound if g > 1)
 
 
 def held_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> np.ndarray:
@@ -103,6 +124,7 @@ def split(
     useful: int | None,
     device: str,
     block_size: int,
+    tails: int = 0,
 ) -> list[int]:
     """Blocks of each layer group, the null block not counted.
 
@@ -111,6 +133,7 @@ def split(
         memory: bytes or a fraction of what is free; num_blocks: instead, the blocks of the neediest group.
         group_share: name -> share of the memory, instead of in proportion to `need * block_bytes`.
         useful: requests beyond which more memory can never be used (no index keeps anything); None: no bound.
+        tails: bytes that are taken out of the memory first, for the open groups of every request that may run.
     """
     need, block_bytes = np.asarray(need, np.int64), np.asarray(block_bytes, np.int64)
     if num_blocks is not None:
@@ -119,6 +142,7 @@ def split(
         return [max(1, int(-(-num_blocks * n // need.max()))) for n in need]
     amount = parse_bytes(memory)
     budget = int(free_memory(device) * amount) if isinstance(amount, float) else amount
+    given, budget = budget, budget - tails
     if group_share:
         unknown = set(group_share) - set(names)
         if unknown or len(group_share) != len(names):
@@ -138,10 +162,11 @@ def split(
         blocks = np.minimum(blocks, need * useful)
     if (blocks < 1).any():
         g = int(np.argmin(blocks))
-        least = int((2 * block_bytes / share).max()) + 1
+        least = int((2 * block_bytes / share).max()) + 1 + tails
+        open_groups = f" and {tails} bytes for the open groups of all requests" if tails else ""
         raise CapacityError(
-            f"cache.memory={memory} is {budget} bytes; layer group {names[g]!r} gets not one block of "
-            f"{block_size} tokens ({int(block_bytes[g])} bytes) beside the null block",
-            fix=f"cache.memory={least} or more, or a smaller engine.max_len",
+            f"cache.memory={memory} is {given} bytes; layer group {names[g]!r} gets not one block of "
+            f"{block_size} tokens ({int(block_bytes[g])} bytes) beside the null block{open_groups}",
+            fix=f"cache.memory={least} or more, or a smaller engine.max_{'requests' if tails else 'len'}",
         )
     return blocks.tolist()

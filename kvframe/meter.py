@@ -23,7 +23,8 @@ class Meter:
     def start(self) -> None:
         self.tokens = self.computed = self.steps = 0
         self.requests = self.samples = self.refused = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
-        self.seconds = self._reserved = self._used = self._ratio = 0.0  # sums over the steps, weighted by seconds
+        # sums over the steps, weighted by seconds
+        self.seconds = self._reserved = self._used = self._tail = self._ratio = 0.0
         self._ttft, self._gaps = deque(maxlen=KEPT), deque(maxlen=KEPT)
         self._began = self._last = time.perf_counter()
 
@@ -35,6 +36,7 @@ class Meter:
         self.seconds += seconds
         self._reserved += seconds * reserved
         self._used += seconds * used
+        self._tail += seconds * stats.total("tail")
         self._ratio += seconds * used / reserved if reserved else 0.0
 
     def token(self, gap: float | None) -> None:
@@ -88,10 +90,11 @@ class Meter:
             "itl_s_p99": _percentile(self._gaps, 99),
             "kv_bytes_reserved": int(self._reserved / weight),
             "kv_bytes_used": int(self._used / weight),
+            "kv_bytes_tail": int(self._tail / weight),
             "utilization": self._ratio / weight,
             "preemptions": self.preemptions,
             "kv_bytes_peak": stats.total("peak"),
-            "kv_bytes_pool": sum(g.num_blocks * g.block_bytes for g in stats.groups),
+            "kv_bytes_pool": sum(g.num_blocks * g.block_bytes + g.tail_pool for g in stats.groups),
             "evictions": stats.evictions,
             "copies": stats.copies,
         }

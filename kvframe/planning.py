@@ -20,8 +20,10 @@ def make_plan(
     new: Sequence[int],
     block_size: int,
     copies: Sequence[Copy],
+    tails: np.ndarray,
 ) -> StepPlan:
-    """Positions and slots of each request's next `new` tokens; `copies` are (group, source, destination, slots).
+    """Positions and slots of each request's next `new` tokens; `copies` are (group, source, destination, slots),
+    `tails` int64 [C, 2] rows.
 
     With S = 4, a request with 6 tokens in blocks [9, 5] that gets 3 (grow has added block 7):
 
@@ -48,4 +50,4 @@ def make_plan(
         np.array([copy[1:] for copy in copies if copy[0] == g], dtype=np.int64).reshape(-1, 3)
         for g in range(tables.num_groups)
     )
-    return StepPlan(positions, starts, tuple(groups), rows, moves, int(news.max()), longest)
+    return StepPlan(positions, starts, tuple(groups), rows, moves, int(news.max()), longest, tails=tails)

@@ -10,15 +10,20 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvframe.errors import ConfigError
+from kvframe.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+PICTURES = (".png", ".svg", ".pdf")
+PATIENCE = 2.0  # seconds before a progress bar is shown
 
 # a list of numbers over several lines; line ends within texts are escaped, so it is never part of one
 _NUMBERS = re.compile(r"\[\n\s+([-+.\deE]+(?:,\n\s+[-+.\deE]+)*)\n\s+\]")
@@ -74,6 +79,42 @@ def table(
     return made
 
 
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr: yields what is to be told of every n units of work that are done. Nothing where stderr is no
+    terminal, or where the bar would flash by."""
+    if not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console(stderr=True), transient=True)
+    task, done, began, shown = bar.add_task(title, total=total), 0, time.perf_counter(), False
+
+    def advance(n: int) -> None:
+        nonlocal done, shown
+        done += n
+        if not shown and time.perf_counter() - began > PATIENCE:
+            bar.start()
+            shown = True
+        if shown:
+            bar.update(task, completed=done)
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            bar.stop()
+
+
 # -- files ---------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +135,12 @@ def check_out(path: Path, key: str = "out") -> Path:
     except OSError as error:
         reason = f"{key}={path} cannot be written: {parent} is not a folder that you may write to ({error.strerror})"
         raise ConfigError(reason, fix=f"{key}=run.json") from error
+
+
+def check_ending(key: str, value: str | None, endings: Sequence[str]) -> None:
+    """Refuses the name of a result file whose kind is not known. ConfigError with those that are."""
+    if value and Path(value).suffix.lower() not in endings:
+        raise ConfigError(f"{key}={value} has the ending {Path(value).suffix!r}", options=endings)
 
 
 def write_text(path: Path | str, text: str) -> Path:
@@ -125,6 +172,28 @@ def write_csv(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> Path:
     writer.writeheader()
     writer.writerows(rows)
     return write_text(path, text.getvalue())
+
+
+def figure_class():
+    """matplotlib's Figure. MissingPackageError where it is not installed: better said before the work than after."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError(
+            "plot= needs the package 'matplotlib', which is not installed", fix='pip install "kvframe[plots]"'
+        ) from error
+    return Figure
+
+
+def save_figure(figure, path: Path) -> None:
+    """Writes the picture whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(draft, format=path.suffix[1:].lower(), dpi=150)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from kvframe.errors import IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
 from kvframe.kernels.rotation import SinkQueries
+from kvframe.tails import Tail
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class LayerStorage:
         block_size: S.
         learned_sinks: [Hq] logits, or None.
         kernel: the kernel that serves the layer.
+        tail_k, tail_v: open groups where the codec seals, else None; shared with the source like the planes.
         sink_queries: the rule has a `sink_position`, so the kernel gets a second query.
     """
 
@@ -46,6 +48,8 @@ class LayerStorage:
     block_size: int
     kernel: Kernel
     learned_sinks: torch.Tensor | None = None
+    tail_k: Tail | None = None
+    tail_v: Tail | None = None
     sink_queries: bool = field(init=False)
 
     def __post_init__(self):
@@ -74,21 +78,30 @@ class Storage:
         sinks = context.learned_sinks or {}
         for spec in context.layers:
             group = group_of[spec.index]
-            codecs = codec.for_layer(spec, "k"), codec.for_layer(spec, "v")
+            owner = spec if spec.kv_source is None else context.layers[spec.kv_source]  # whose codes it reads
+            codecs = codec.for_layer(owner, "k"), codec.for_layer(owner, "v")
             rule = retention.for_layer(spec)
             kernel, why = choose(context.kernels, spec, codecs, rule, context.device)
             if kernel is None:
                 for reason in why:
                     reasons.setdefault(reason, []).append(spec.index)
+            if reasons:
                 continue
             for reason in why:
                 passed_over.setdefault(reason, []).append(spec.index)
             if spec.kv_source is None:
                 shape = (num_blocks[group] + 1, block_size, spec.kv_heads)
-                k, v = (_planes(c, dim, shape, spec.dtype, device) for c, dim in zip(codecs, (spec.k_dim, spec.v_dim)))
+                dims, dtype = (spec.k_dim, spec.v_dim), getattr(torch, spec.dtype)
+                k, v = (_planes(c, dim, shape, spec.dtype, device) for c, dim in zip(codecs, dims))
+                tails = [
+                    Tail.allocate(c, context.max_requests, spec.kv_heads, dim, dtype, device)
+                    for c, dim in zip(codecs, dims)
+                ]
             else:
-                k, v = layers[spec.kv_source].k, layers[spec.kv_source].v
-            layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, sinks.get(spec.index)))
+                source = layers[spec.kv_source]
+                k, v, tails = source.k, source.v, (source.tail_k, source.tail_v)
+            learned = sinks.get(spec.index)
+            layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, learned, *tails))
         if reasons:
             raise IncompatibleCacheError(f"{_spans(where)}: {why}: kernel=auto" for why, where in reasons.items())
         for reason, where in passed_over.items():
@@ -96,19 +109,36 @@ class Storage:
         return cls(layers, device)
 
     def run_copies(self, copies) -> None:
-        """Copies the first n slots of a block into another one, in every plane of the group's layers."""
+        """Copies the first n slots of a block into another one, in every plane of the group's layers; of a codec that
+        seals, the whole groups among them."""
         for group, rows in enumerate(copies):
             if not len(rows):
                 continue
             for layer in self.layers:
                 if layer.group != group or layer.spec.kv_source is not None:
                     continue
-                for codec, planes in ((layer.codec_k, layer.k), (layer.codec_v, layer.v)):
-                    specs = codec.planes(0)
+                dims = layer.spec.k_dim, layer.spec.v_dim
+                for codec, planes, dim in zip((layer.codec_k, layer.codec_v), (layer.k, layer.v), dims):
+                    specs = codec.planes(dim)
                     for name, plane in planes.items():
-                        unit = codec.group if specs[name].per == "group" else 1
+                        unit = 1 if specs[name].per == "group" else codec.group  # entries of a group
                         for source, destination, n in rows.tolist():
-                            plane[destination, : n // unit] = plane[source, : n // unit]
+                            entries = n // codec.group * unit
+                            plane[destination, :entries] = plane[source, :entries]
+
+    def tails(self):
+        """Every tail once."""
+        for layer in self.layers:
+            if layer.spec.kv_source is None:
+                yield from (tail for tail in (layer.tail_k, layer.tail_v) if tail is not None)
+
+    def copy_tails(self, rows: np.ndarray) -> None:
+        """Copies rows of the tails, all at once: int64 [C, 2] of (source, destination)."""
+        if not len(rows):
+            return
+        sources, destinations = torch.from_numpy(rows.T.copy()).to(self.device)
+        for tail in self.tails():
+            tail.plane[destinations] = tail.plane[sources]
 
     def to_device(self, plan: StepPlan) -> StepPlan:
         """The same plan as tensors; one transfer whatever the number of arrays."""
@@ -134,7 +164,7 @@ class Storage:
         return StepPlan(positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan)
 
     def nbytes(self) -> int:
-        """Bytes of all planes, the null blocks included."""
+        """Bytes of all planes, the null blocks included; tails are not in it."""
         return sum(
             plane.nbytes
             for layer in self.layers
@@ -150,6 +180,12 @@ class Storage:
                 for plane in (*layer.k.values(), *layer.v.values()):
                     plane[ids] = POISON.get(plane.dtype, float("nan"))
 
+    def poison_tails(self, lengths: dict[int, int]) -> None:
+        """Fills rows of the tails with NaN behind the last token of their request; `lengths`: row -> its tokens."""
+        for tail in self.tails():
+            for row, length in lengths.items():
+                tail.plane[row, length % tail.plane.shape[1] :] = float("nan")
+
 
 def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, list[str]]:
     """The first kernel that can serve the layer, and why the ones before it cannot."""
@@ -158,6 +194,8 @@ def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, lis
         reasons = kernel.unsupported(spec, codecs, retention, device)
         if has_sink_queries(retention) and not kernel.sink_queries:
             reasons = [*reasons, "it takes no second query for the sinks (cache.retention.positions=absolute)"]
+        if any(codec.group > 1 for codec in codecs) and not kernel.sealing:
+            reasons = [*reasons, "it does not read open groups of tokens (a codec that stores token by token)"]
         if not reasons:
             return kernel, why
         why += [f"kernel {kernel.name}: {reason}" for reason in reasons]

@@ -60,6 +60,10 @@ class Tables:
     def has_row(self) -> bool:
         return bool(self._rows)
 
+    def free_rows(self) -> list[int]:
+        """Rows that no request holds."""
+        return list(self._rows)
+
     def promised(self, group: int) -> int:
         """Blocks that admitted requests will still take for the tokens they were admitted with."""
         return self._promised[group]

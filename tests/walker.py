@@ -123,19 +123,25 @@ class Walker:
         fate = self.random.random()
         if fate < 0.05 or not batch:  # aborted between grow and plan
             return self.release(batch[0][0]) if batch else None
+        self.shadow.lose_free_rows()
         plan = self.cache.plan(batch)
         self.shadow.lose_free()
         self.shadow.run(plan, batch)
         positions = [p for request, n in batch for p in range(request.computed, request.computed + n)]
         assert plan.positions.tolist() == positions
         if fate < 0.08:  # aborted between plan and commit
-            return self.release(batch[0][0])
+            return self._fail(batch)
         for request, n in batch:
             self.cache.commit(request, n)
             self.note("commit", f"{request.id}, {n}")
             request.computed += n
         for request in {id(r): r for r in [*(r for r, _ in batch), self.pick()]}.values():
             self.shadow.verify(request)
+
+    def _fail(self, batch) -> None:
+        """A step that nobody commits. Who took part may try again, unless the step may have sealed something."""
+        for request, _ in batch if self.cache.unit > 1 else batch[:1]:
+            self.release(request)
 
     def _grown(self, request: Walked) -> int:
         """Tokens that the request has got room for; 0 when there was none, or it is at its end and was released."""

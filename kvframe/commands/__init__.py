@@ -30,5 +30,7 @@ COMMANDS = {
         Command("generate", "kvframe.commands.generate:run"),
         Command("list", "kvframe.commands.list:run"),
         Command("simulate", "kvframe.commands.simulate:run"),
+        Command("evaluate", "kvframe.commands.evaluate:run"),
+        Command("calibrate", "kvframe.commands.calibrate:run"),
     )
 }

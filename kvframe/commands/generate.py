@@ -121,6 +121,7 @@ def summary_table(summary: dict):
         ("KV reserved, mean over time", size(summary["kv_bytes_reserved"])),
         ("KV used, mean over time", size(summary["kv_bytes_used"])),
         ("KV reserved, peak", size(summary["kv_bytes_peak"])),
+        *([("KV tails, mean over time", size(summary["kv_bytes_tail"]))] if summary["kv_bytes_tail"] else []),
         ("utilization, mean over time", f"{summary['utilization']:.1%}"),
         ("preemptions", summary["preemptions"]),
         ("kernel", ", ".join(f"{name} ({n} layers)" for name, n in summary["kernels"].items()) or "-"),

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvframe.errors import ConfigError, MissingPackageError
 from kvframe.jobs import Run
-from kvframe.report import console, human_seconds, table, versions, write_csv, write_json
+from kvframe.report import (
+    PICTURES,
+    check_ending,
+    console,
+    figure_class,
+    human_seconds,
+    progress,
+    save_figure,
+    table,
+    versions,
+    write_csv,
+    write_json,
+)
 from kvframe.simulation.sweep import PARTS, Settings, flat, simulate
 
-ENDINGS = {"out": (".json", ".csv"), "plot": (".png", ".svg", ".pdf")}
-PATIENCE = 2.0  # seconds before a progress bar is shown
+ENDINGS = {"out": (".json", ".csv"), "plot": PICTURES}
 
 
 def run(cfg: DictConfig, job: Run) -> int:
     """Simulates each capacity. Answers 1 when requests did not fit."""
     settings = Settings.of(cfg)
     for key in ENDINGS:
-        _check_ending(key, cfg[key])
+        check_ending(key, cfg[key], ENDINGS[key])
     plot, out = job.out(cfg.plot, "plot"), job.out(cfg.out)
-    figure = _figure_class() if plot is not None else None
-    rows = simulate(cfg, progress=_progress, names=_chosen())
+    figure = figure_class() if plot is not None else None
+    rows = simulate(cfg, progress=progress, names=_chosen())
     console().print(row_table(rows))
     refused = [row for row in rows if row["refused"]]
     for row in refused:
@@ -37,7 +42,7 @@ def run(cfg: DictConfig, job: Run) -> int:
             file=sys.stderr,
         )
     if plot is not None:
-        _save(draw(rows, figure), plot)
+        save_figure(draw(rows, figure), plot)
         print(f"written: {plot}", file=sys.stderr)
     if out is not None:
         if out.suffix.lower() == ".csv":
@@ -49,11 +54,6 @@ def run(cfg: DictConfig, job: Run) -> int:
     return 1 if refused else 0
 
 
-def _check_ending(key: str, value: str | None) -> None:
-    if value and Path(value).suffix.lower() not in ENDINGS[key]:
-        raise ConfigError(f"{key}={value} has the ending {Path(value).suffix!r}", options=ENDINGS[key])
-
-
 def _chosen() -> dict[str, str]:
     """Names of the parts' options, as the user chose them."""
     from hydra.core.hydra_config import HydraConfig
@@ -62,41 +62,6 @@ def _chosen() -> dict[str, str]:
         return {}
     choices = HydraConfig.get().runtime.choices
     return {part: choices[f"cache/{part}"] for part in PARTS if choices.get(f"cache/{part}")}
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr: requests that are done. Nothing where stderr is no terminal, or where it would flash by."""
-    if not sys.stderr.isatty():
-        yield lambda n: None
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console(stderr=True), transient=True)
-    task, done, began, shown = bar.add_task(title, total=total), 0, time.perf_counter(), False
-
-    def advance(n: int) -> None:
-        nonlocal done, shown
-        done += n
-        if not shown and time.perf_counter() - began > PATIENCE:
-            bar.start()
-            shown = True
-        if shown:
-            bar.update(task, completed=done)
-
-    try:
-        yield advance
-    finally:
-        if shown:
-            bar.stop()
 
 
 # -- what is shown -------------------------------------------------------------------------------------------
@@ -138,27 +103,6 @@ def row_table(rows: list[dict]):
         f"with every input cached for ever {first['ideal_hit_rate_tokens']:.2%} of the tokens"
     )
     return table(cells, columns, title=title, right=columns, whole=columns)
-
-
-def _figure_class():
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "plot= needs the package 'matplotlib', which is not installed", fix='pip install "kvframe[plots]"'
-        ) from error
-    return Figure
-
-
-def _save(figure, path: Path) -> None:
-    """Writes the picture whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(draft, format=path.suffix[1:].lower(), dpi=150)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def draw(rows: list[dict], figure_class):

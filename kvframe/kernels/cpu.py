@@ -2,7 +2,8 @@
 
 A step is a mix of requests. Those with at most FEW new tokens go, all together, to one compiled call that walks the
 block tables and reads each key and value once (`cpu_decode`). Longer chunks are few: one after the other gathers the
-blocks it may see and attends with GEMMs in tiles of queries (`cpu_prefill`).
+blocks it may see and attends with GEMMs in tiles of queries (`cpu_prefill`). Codes that are `number * scale` are read
+as they lie there (`cpu_codes`); no decoded copy of a context outlives the layer's chunk.
 
 Shape legend: T tokens of the step, R requests, S block_size, Hq/Hkv query/KV heads, Dk/Dv sizes, n items.
 """
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels.cpu_codes import DTYPES, Reader, reader
 from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
 FEW = 16  # most new tokens of a request that goes token by token; see benchmarks/attention_cpu.py --prefill
 ALONE = 1 << 18  # bytes of keys and values that one thread has read before another one would be awake
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class CpuKernel(Kernel):
     def __init__(self):
         self._plan: StepPlan | None = None
         self._work: dict[tuple, Work] = {}
+        self._readers: dict[int, tuple[Codec, Codec, Reader, Reader]] = {}
         self._args = (ctypes.c_int64 * 32)()
         self._at = ctypes.addressof(self._args)
         self._buffers: dict[str, np.ndarray] = {}
@@ -69,14 +71,16 @@ class CpuKernel(Kernel):
         reasons = []
         if torch.device(device).type != "cpu":
             reasons.append(f"it runs on device cpu, not on {device}")
-        if not all(codec.plain for codec in codecs):  # coded planes: a pointer type and a scale, see `cpu_vector`
-            reasons.append("it reads keys and values as the model computes them (cache/codec=none)")
         if not retention.kernel_mask:
             reasons.append("it knows masks of a window and sinks only")
         if layer.dtype not in DTYPES:
             reasons.append(f"it knows {' and '.join(DTYPES)}, not {layer.dtype}")
         if layer.k_dim % 8 or layer.v_dim % 8:
             reasons.append(f"head sizes must be multiples of 8, not {layer.k_dim} and {layer.v_dim}")
+        for kind, codec, dim in zip(("keys", "values"), codecs, (layer.k_dim, layer.v_dim)):
+            found = reader(codec, dim, layer.dtype)
+            if isinstance(found, str):
+                reasons.append(f"{found} ({kind}: {type(codec).__name__})")
         if importlib.util.find_spec("numba") is None:
             reasons.append("numba is not installed (pip install numba)")
         return reasons
@@ -84,23 +88,61 @@ class CpuKernel(Kernel):
     def warm(self, device: str, dtype: str) -> None:
         here = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
         if here and dtype in DTYPES and importlib.util.find_spec("numba") is not None:
-            callback("scatter"), callback(dtype)
+            callback("scatter"), callback(dtype, dtype, dtype, "float32", "float32")
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
-        """Copies `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
+        """Copies or encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
         work = self._prepare(storage, plan)
-        (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()  # [N, S, Hkv, D]
+        k_reader, v_reader = self._read(storage)
+        if k_reader.plain and v_reader.plain:
+            self._scatter(k, v, storage.k["payload"], storage.v["payload"], work)
+            return
+        for x, codec, planes, how in (
+            (k, storage.codec_k, storage.k, k_reader),
+            (v, storage.codec_v, storage.v, v_reader),
+        ):
+            if how.peak is not None and x.dtype in (torch.float32, torch.bfloat16):
+                self._encode(x, planes, how, work)
+            else:
+                slots = torch.from_numpy(work.slots)
+                for name, code in codec.encode(x).items():  # code [T, Hkv, ...]
+                    planes[name].view(-1, *planes[name].shape[2:])[slots] = code.to(planes[name].dtype)
+
+    def _scatter(self, k, v, k_plane: torch.Tensor, v_plane: torch.Tensor, work: Work) -> None:
+        """Plain vectors to their slots of the planes `[N, S, Hkv, D]`."""
         k, v = (
             x if x.stride(-1) == 1 and x.dtype is plane.dtype else x.to(plane.dtype).contiguous()
             for x, plane in ((k, k_plane), (v, v_plane))
         )
         size = k.element_size()
         struct.pack_into(
-            "13q", self._args, 0, k.shape[0], address(work.slots), storage.spec.kv_heads,
+            "13q", self._args, 0, k.shape[0], address(work.slots), k.shape[1],
             k.data_ptr(), k.stride(0) * size, k.stride(1) * size, k_plane.data_ptr(), k.shape[2] * size,
             v.data_ptr(), v.stride(0) * size, v.stride(1) * size, v_plane.data_ptr(), v.shape[2] * size,
         )  # fmt: skip
         callback("scatter")(self._at)
+
+    def _encode(self, x: torch.Tensor, planes: dict[str, torch.Tensor], how: Reader, work: Work) -> None:
+        """Codes and scales of `x [T, Hkv, D]` to their slots."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        scales = planes.get("scale")
+        struct.pack_into(
+            "9q3d", self._args, 0, x.shape[0], x.shape[1], x.shape[2], address(work.slots), x.data_ptr(), x.stride(0),
+            x.stride(1), planes["payload"].data_ptr(), 0 if scales is None else scales.data_ptr(),
+            how.peak, how.most, how.fixed,
+        )  # fmt: skip
+        callback("encode", str(x.dtype).removeprefix("torch."), how.type)(self._at)
+
+    def _read(self, storage: LayerStorage) -> tuple[Reader, Reader]:
+        """How the planes of a layer are read."""
+        held = self._readers.get(id(storage))
+        if held is None or held[0] is not storage.codec_k or held[1] is not storage.codec_v:
+            if len(self._readers) > 4096:  # layers of caches that are gone
+                self._readers.clear()
+            codecs, spec = (storage.codec_k, storage.codec_v), storage.spec
+            found = [reader(codec, dim, spec.dtype) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
+            held = self._readers[id(storage)] = (*codecs, *found)
+        return held[2], held[3]
 
     def attend(
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
@@ -132,9 +174,10 @@ class CpuKernel(Kernel):
         from kvframe.kernels.cpu_decode import scratch_bytes
 
         spec, items = storage.spec, len(work.items)
-        (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
+        k_how, v_how = self._read(storage)
         hq, hkv, dk, dv = spec.q_heads, spec.kv_heads, spec.k_dim, spec.v_dim
-        nbytes = work.keys * hkv * (dk + dv) * q.element_size()
+        planes = storage.k["payload"], storage.v["payload"]
+        nbytes = work.keys * hkv * sum(d * plane.element_size() for d, plane in zip((dk, dv), planes))
         threads = torch.get_num_threads() if nbytes > ALONE and team() is not None else 1
         # how heads are dealt out to threads changes no result: each head is computed the same way
         per_work = hkv if items >= 2 * threads or threads == 1 else max(1, hkv * items // (2 * threads))
@@ -143,16 +186,20 @@ class CpuKernel(Kernel):
         done = self._buffer("done", items * hkv) if work.split else None
         if done is not None:
             done[: items * hkv] = 0
-        size = scratch_bytes(hq, dk, dv)
+        tables = [how.table for how in (k_how, v_how)]
+        scales = [x.get("scale") for x in (storage.k, storage.v)]
+        size = scratch_bytes(hq, dk, dv, hkv * max(dk, dv) if any(x is not None for x in tables) else 0)
         struct.pack_into(
-            "23q2d", self._args, 0, 0, 0, pieces, per_work, address(self._buffer("scratch", threads * size // 8)), size,
-            q.data_ptr(), q.stride(0), q.stride(1), k_plane.data_ptr(), v_plane.data_ptr(), out.data_ptr(),
+            "23q3d4q", self._args, 0, 0, 0, pieces, per_work, address(self._buffer("scratch", threads * size // 8)),
+            size, q.data_ptr(), q.stride(0), q.stride(1), *(plane.data_ptr() for plane in planes), out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(), address(work.items), address(work.tables), work.tables.shape[1],
             address(self._buffer("partial", items * hq * (dv + 2) // 2 + 1)) if work.split else 0,
             0 if done is None else address(done), hq, hkv, dk, dv, storage.block_size,
-            spec.scale, spec.softcap or 0.0,
+            spec.scale * k_how.factor, spec.softcap or 0.0, v_how.factor,
+            *(0 if x is None else x.data_ptr() for x in scales), *(0 if x is None else address(x) for x in tables),
         )  # fmt: skip
-        run(callback(spec.dtype), self._at, min(threads, pieces))
+        function = callback(spec.dtype, k_how.type, v_how.type, k_how.scale or "float32", v_how.scale or "float32")
+        run(function, self._at, min(threads, pieces))
 
     def _buffer(self, name: str, words: int) -> np.ndarray:
         """An int64 array of at least so many words, the same one from call to call."""
@@ -232,14 +279,14 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int, second=N
 _lock, _callbacks, _team = threading.Lock(), {}, []
 
 
-def callback(name: str):
-    """A compiled function of `cpu_decode` as a ctypes function `void f(int64 address)` that runs without the GIL."""
+def callback(*name: str):
+    """A compiled function (see `cpu_decode.compiled`) as a ctypes `void f(int64 address)` that runs without the GIL."""
     if name not in _callbacks:
         with _lock:
             if name not in _callbacks:
                 from kvframe.kernels import cpu_decode
 
-                native = cpu_decode.compiled(name)
+                native = cpu_decode.compiled(*name)
                 function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(native.address)
                 function.native = native  # its code lives as long as this object
                 _callbacks[name] = function

@@ -20,8 +20,12 @@ a window of 300 and 4 sinks the token at position 700 sees 0..3 and 401..700 and
 An item reads the query of its token; the result goes to the row of the last item's token. A token with a second query
 for its sinks has it in another row, which the items of its sinks name; these hold nothing of the window then.
 
-Numbers are read through typed pointers with `load`, which turns bf16 into float32 by a shift of 16 bits; a new
-codec adds a pointer type or a scale there. Shape legend: Hq/Hkv heads, G = Hq / Hkv, Dk/Dv sizes.
+Numbers are read through typed pointers with `load`, which makes float32 of bf16 by a shift of 16 bits, and of codes of
+one byte by what `cpu_bits` says. Scales never meet them: `q . (scale * code) = scale * (q . code)`, so the K scale
+of a token multiplies its scores, and its V scale the weight that its values get. A factor that all tokens share goes
+into the query, or into the result. The loops over keys and values are in `cpu_rows`.
+
+Shape legend: Hq/Hkv heads, G = Hq / Hkv, Dk/Dv sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from pathlib import Path
 
 from numba import cfunc, njit
 
-from kvframe.kernels import cpu_vector
+from kvframe.kernels import cpu_bits, cpu_encode, cpu_rows, cpu_vector
+from kvframe.kernels.cpu_rows import LEAF, TILE, add_to, multiply, scores_of
 from kvframe.kernels.cpu_vector import (
     LOG2E,
     add8,
@@ -41,17 +46,14 @@ from kvframe.kernels.cpu_vector import (
     fetch_add,
     fma,
     i64,
-    line_of,
     load,
     load8,
     max8,
     max_of,
     mul8,
     pointer,
-    prefetch,
     put,
     put8,
-    put_sums,
     shift,
     splat,
     sum_of,
@@ -62,104 +64,17 @@ from kvframe.kernels.cpu_vector import (
 TICKET, NEXT, WORK, HEADS_PER_WORK, SCRATCH, SCRATCH_SIZE = range(6)
 Q, Q_TOKEN, Q_HEAD, K, V, OUT, SINKS, ITEMS, TABLES, COLUMNS, PARTIAL, DONE = range(6, 18)
 HQ, HKV, DK, DV, BLOCK = range(18, 23)
-SCALE, SOFTCAP = range(23, 25)  # float64 bits; softcap 0 is off
-NARGS = 25
+SCALE, SOFTCAP, FACTOR = range(23, 26)  # float64 bits; softcap 0 is off; FACTOR of the results
+K_SCALES, V_SCALES, K_TABLE, V_TABLE = range(26, 30)  # addresses, 0 where there are none
+NARGS = 30
 STORE_T, STORE_SLOTS, STORE_HKV = range(3)  # args of `scatter`; then for k and for v: source address, bytes
 STORE_NARGS = 13  # between tokens and between heads, target address, bytes per vector
 
 SPLIT = 256  # positions per item
-TILE = 32  # keys per rescale of the online softmax; a multiple of 8
 SLOTS = SPLIT + TILE + 8  # slots of an item, and some repeats of its last one
+ORDER = 2 * TILE + 8  # slots of a tile that was spread, and what is fetched ahead of it
 ITEM = 8  # int64 fields per item: token, table row, sinks [a, b), window [a, b), item of its first split, splits
 LOWEST = -1e30
-LEAF = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
-
-@njit(**LEAF)
-def fetch_ahead(x, row, slots, start, stop):
-    """Asks for numbers [start, stop) of the rows `slots[0..3]`, so that they are there when their tile comes."""
-    for t in range(4):
-        vectors = shift(x, load(slots, t) * row)
-        for i in range(start, stop, line_of(x)):
-            prefetch(vectors, i)
-
-
-@njit(**LEAF)
-def key_scores(s, q, h0, h1, heads, k, row, slots, n, dim):
-    """`s[h * heads + g, t] = q[h * heads + g] . k[slots[t], h]` for the KV heads h in [h0, h1) and their query heads g.
-
-    `q [Hq, dim]`, `s [Hq, TILE]`, `k [slots, row]` with `row = Hkv * dim`. Rows are read from left to right, as memory
-    likes it. Four keys and two heads go together: eight sums are on their way at once, and a key is widened once per
-    two heads.
-    """
-    for t in range(0, n, 4):
-        fetch_ahead(k, row, shift(slots, t + TILE), h0 * dim, h1 * dim)
-        for h in range(h0, h1):
-            base = h * dim
-            k0, k1 = shift(k, load(slots, t) * row + base), shift(k, load(slots, t + 1) * row + base)
-            k2, k3 = shift(k, load(slots, t + 2) * row + base), shift(k, load(slots, t + 3) * row + base)
-            head, stop = h * heads, (h + 1) * heads
-            while head + 1 < stop:
-                p, r = shift(q, head * dim), shift(q, (head + 1) * dim)
-                a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(f32(0.0))
-                for d in range(0, dim, 8):
-                    x, y = load8(p, d), load8(r, d)
-                    z = load8(k0, d)
-                    a0, b0 = fma(x, z, a0), fma(y, z, b0)
-                    z = load8(k1, d)
-                    a1, b1 = fma(x, z, a1), fma(y, z, b1)
-                    z = load8(k2, d)
-                    a2, b2 = fma(x, z, a2), fma(y, z, b2)
-                    z = load8(k3, d)
-                    a3, b3 = fma(x, z, a3), fma(y, z, b3)
-                put_sums(s, head * TILE + t, a0, a1, a2, a3)
-                put_sums(s, (head + 1) * TILE + t, b0, b1, b2, b3)
-                head += 2
-            if head < stop:
-                p = shift(q, head * dim)
-                a0 = a1 = a2 = a3 = splat(f32(0.0))
-                for d in range(0, dim, 8):
-                    x = load8(p, d)
-                    a0, a1 = fma(x, load8(k0, d), a0), fma(x, load8(k1, d), a1)
-                    a2, a3 = fma(x, load8(k2, d), a2), fma(x, load8(k3, d), a3)
-                put_sums(s, head * TILE + t, a0, a1, a2, a3)
-
-
-@njit(**LEAF)
-def add_values(acc, s, h0, h1, heads, v, row, slots, n, dim):
-    """`acc[h * heads + g] += sum over t of s[h * heads + g, t] * v[slots[t], h]`: `acc [Hq, dim]`. See `key_scores`."""
-    for t in range(0, n, 4):
-        fetch_ahead(v, row, shift(slots, t + TILE), h0 * dim, h1 * dim)
-        for h in range(h0, h1):
-            base = h * dim
-            v0, v1 = shift(v, load(slots, t) * row + base), shift(v, load(slots, t + 1) * row + base)
-            v2, v3 = shift(v, load(slots, t + 2) * row + base), shift(v, load(slots, t + 3) * row + base)
-            head, stop = h * heads, (h + 1) * heads
-            while head + 1 < stop:
-                a, b = shift(acc, head * dim), shift(acc, (head + 1) * dim)
-                w = shift(s, head * TILE + t)
-                x0, x1, x2, x3 = splat(load(w, 0)), splat(load(w, 1)), splat(load(w, 2)), splat(load(w, 3))
-                w = shift(w, TILE)
-                y0, y1, y2, y3 = splat(load(w, 0)), splat(load(w, 1)), splat(load(w, 2)), splat(load(w, 3))
-                for d in range(0, dim, 8):
-                    x, y = load8(a, d), load8(b, d)
-                    z = load8(v0, d)
-                    x, y = fma(x0, z, x), fma(y0, z, y)
-                    z = load8(v1, d)
-                    x, y = fma(x1, z, x), fma(y1, z, y)
-                    z = load8(v2, d)
-                    x, y = fma(x2, z, x), fma(y2, z, y)
-                    z = load8(v3, d)
-                    x, y = fma(x3, z, x), fma(y3, z, y)
-                    put8(a, d, x)
-                    put8(b, d, y)
-                head += 2
-            if head < stop:
-                a, w = shift(acc, head * dim), shift(s, head * TILE + t)
-                x0, x1, x2, x3 = splat(load(w, 0)), splat(load(w, 1)), splat(load(w, 2)), splat(load(w, 3))
-                for d in range(0, dim, 8):
-                    x = fma(x1, load8(v1, d), fma(x0, load8(v0, d), load8(a, d)))
-                    put8(a, d, fma(x3, load8(v3, d), fma(x2, load8(v2, d), x)))
 
 
 @njit(**LEAF)
@@ -218,15 +133,15 @@ def list_slots(table, block, start, stop, slots, n):
 
 
 @njit(**LEAF)
-def finish(out, acc, dim, top, total, sinks, head):
-    """Writes `out = acc / sum`, both `[dim]`; a learned sink adds its weight to the sum."""
+def finish(out, acc, dim, top, total, sinks, head, common):
+    """Writes `out = acc / sum * common`, both `[dim]`; a learned sink adds its weight to the sum."""
     scale = f32(1.0)
     if sinks != 0:
         sink = load(pointer("float32", sinks), head) * f32(LOG2E)
         high = sink if sink > top else top
         scale = weight(top, high)
         total = total * scale + weight(sink, high)
-    factor = splat(scale / total if total != f32(0.0) else f32(0.0))
+    factor = splat(scale / total * common if total != f32(0.0) else f32(0.0))
     for d in range(0, dim, 8):
         put8(out, d, mul8(load8(acc, d), factor))
 
@@ -250,10 +165,13 @@ def merge(acc, parts, stride, splits, dim):
     return top, total
 
 
-def attend_function(dtype: str, stamp: int):
-    """The function that every thread runs, for keys, values, queries and results of one dtype.
+def attend_function(dtype: str, k_type: str, v_type: str, k_scale: str, v_scale: str, stamp: int):
+    """The function that every thread runs.
 
-    The two arguments are constants of the function and thereby part of the name under which numba caches it.
+    Args:
+        dtype: of queries and results. k_type, v_type: of keys and values, or of their codes (see POINTERS of
+            `cpu_vector`; uint8: codes of a table). k_scale, v_scale: of their scales, where there are any.
+    The arguments are constants of the function and thereby part of the name under which numba caches it.
     """
 
     def attend(address):
@@ -261,10 +179,13 @@ def attend_function(dtype: str, stamp: int):
         hq, hkv, dk, dv, block = load(a, HQ), load(a, HKV), load(a, DK), load(a, DV), load(a, BLOCK)
         heads, row_k, row_v, sinks = hq // hkv, hkv * dk, hkv * dv, load(a, SINKS)
         q, out = pointer(dtype, load(a, Q)), pointer(dtype, load(a, OUT))
-        k, v = pointer(dtype, load(a, K)), pointer(dtype, load(a, V))
+        k, v = pointer(k_type, load(a, K)), pointer(v_type, load(a, V))
+        k_scales, v_scales = pointer(k_scale, load(a, K_SCALES)), pointer(v_scale, load(a, V_SCALES))
+        k_table, v_table = pointer("float32", load(a, K_TABLE)), pointer("float32", load(a, V_TABLE))
         scale, softcap = f32(load(floats, SCALE)), f32(load(floats, SOFTCAP))
         if softcap == f32(0.0):
             scale *= f32(LOG2E)
+        common = f32(load(floats, FACTOR))
         partial, size = pointer("float32", load(a, PARTIAL)), hq * (dv + 2)
         step = load(a, HEADS_PER_WORK)
         pieces = (hkv + step - 1) // step
@@ -275,6 +196,11 @@ def attend_function(dtype: str, stamp: int):
         state = shift(s, hq * TILE)  # [Hq, 2]
         queries = shift(state, 2 * hq)  # [Hq, Dk]
         acc = shift(queries, hq * dk)  # [Hq, Dv]
+        row = shift(acc, hq * dv)  # [TILE]
+        order = shift(pointer("int64", scratch), load(a, SCRATCH_SIZE) // 8 - ORDER)  # [ORDER] 0, 1, 2, ...
+        room = shift(row, TILE)  # [TILE, Hkv, Dk or Dv], where a table is in use
+        for t in range(ORDER):
+            put(order, t, i64(t) if t < TILE else i64(0))
         while True:
             work = fetch_add(a, NEXT, 1)
             if work >= load(a, WORK):
@@ -302,10 +228,14 @@ def attend_function(dtype: str, stamp: int):
             for t in range(0, n, TILE):
                 tile, m = shift(slots, t), n - t if n - t < TILE else TILE
                 padded = (m + 7) // 8 * 8
-                key_scores(s, queries, h0, h1, heads, k, row_k, tile, padded, dk)
+                scores_of(s, queries, h0, h1, heads, k, row_k, tile, padded, dk, k_table, room, order)
+                if load(a, K_SCALES) != 0:
+                    multiply(s, h0, h1, heads, k_scales, hkv, tile, padded, row)
                 for head in range(h0 * heads, h1 * heads):
                     soften(shift(s, head * TILE), shift(acc, head * dv), shift(state, 2 * head), m, padded, dv, softcap)
-                add_values(acc, s, h0, h1, heads, v, row_v, tile, padded, dv)
+                if load(a, V_SCALES) != 0:
+                    multiply(s, h0, h1, heads, v_scales, hkv, tile, padded, row)
+                add_to(acc, s, h0, h1, heads, v, row_v, tile, padded, dv, v_table, room, order)
 
             last = True
             if splits > 1:
@@ -322,7 +252,7 @@ def attend_function(dtype: str, stamp: int):
                     values, top, total = shift(acc, head * dv), load(state, 2 * head), load(state, 2 * head + 1)
                     if splits > 1:
                         top, total = merge(values, shift(partial, first * size + head * (dv + 2)), size, splits, dv)
-                    finish(shift(out, (token * hq + head) * dv), values, dv, top, total, sinks, head)
+                    finish(shift(out, (token * hq + head) * dv), values, dv, top, total, sinks, head, common)
 
     return attend
 
@@ -345,20 +275,29 @@ def scatter_function(stamp: int):
     return scatter
 
 
-def compiled(name: str):
-    """A C callback, from the disk cache or compiled: "float32" and "bfloat16" attend, "scatter" stores.
+def compiled(*name: str):
+    """A C callback, from the disk cache or compiled: `("scatter",)` and `("encode", ...)` store, the arguments of
+    `attend_function` attend.
 
     numba keeps its cache beside this file, or in NUMBA_CACHE_DIR or the user's cache folder when that is read-only.
     """
-    stamp = zlib.crc32(Path(cpu_vector.__file__).read_bytes())  # numba watches the time of this file only
-    function = scatter_function(stamp) if name == "scatter" else attend_function(name, stamp)
+    stamp = 0  # numba watches the time of the file of a function only
+    for module in (cpu_bits, cpu_vector, cpu_rows, cpu_encode):
+        stamp = zlib.crc32(Path(module.__file__).read_bytes(), stamp)
+    if name[0] == "scatter":
+        function = scatter_function(stamp)
+    elif name[0] == "encode":
+        function = cpu_encode.encode_function(*name[1:], stamp)
+    else:
+        function = attend_function(*name, stamp)
     try:
         return cfunc("void(int64)", cache=True, error_model="numpy")(function)
     except RuntimeError:  # no folder can be written
         return cfunc("void(int64)", error_model="numpy")(function)
 
 
-def scratch_bytes(hq: int, dk: int, dv: int) -> int:
-    """Bytes that one thread works in. A multiple of 64, with a cache line between threads."""
-    floats = 2 * SLOTS + hq * (TILE + 2 + dk + dv)
+def scratch_bytes(hq: int, dk: int, dv: int, spread: int = 0) -> int:
+    """Bytes that one thread works in. A multiple of 64, with a cache line between threads. spread: numbers of a tile
+    that is spread from a table, of one token."""
+    floats = 2 * (SLOTS + ORDER) + hq * (TILE + 2 + dk + dv) + TILE * (1 + spread)
     return (floats * 4 + 127) // 64 * 64

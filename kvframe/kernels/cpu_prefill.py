@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvframe.interfaces import Codec
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec
 
@@ -85,10 +86,10 @@ def prefill(q, out, storage: LayerStorage, chunk: Chunk, sink_q=None) -> None:
     """Fills `out [C, Hq, Dv]` for the queries `q [C, Hq, Dk]` of one chunk; `sink_q [C, Hq, Dk]` meet its sinks."""
     sink_q = sink_q if chunk.apart else None
     spec = storage.spec
-    (k_plane,), (v_plane,) = storage.k.values(), storage.v.values()
-    k, v = gather(k_plane, chunk), gather(v_plane, chunk)  # [L, Hkv, D]
     if q.dtype == torch.bfloat16 and not native_bfloat16():  # its GEMM is several times slower than in fp32
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
+    k = vectors(storage.codec_k, storage.k, chunk, q.dtype)  # [L, Hkv, D]
+    v = vectors(storage.codec_v, storage.v, chunk, q.dtype)
     q = q.reshape(q.shape[0], spec.kv_heads, -1, spec.k_dim).permute(1, 2, 0, 3)  # [Hkv, G, C, Dk]
     if sink_q is not None:
         sink_q = sink_q.to(q.dtype).reshape(sink_q.shape[0], spec.kv_heads, -1, spec.k_dim).permute(1, 2, 0, 3)
@@ -99,6 +100,12 @@ def prefill(q, out, storage: LayerStorage, chunk: Chunk, sink_q=None) -> None:
         second = None if sink_q is None else (sink_q[:, :, a:b], chunk.apart)
         x = tile(q[:, :, a:b], k[:, left:right], v[:, left:right], mask, spec, storage.learned_sinks, second)
         out[a:b] = x.permute(2, 0, 1, 3).reshape(b - a, spec.q_heads, spec.v_dim)  # x [Hkv, G, c, Dv]
+
+
+def vectors(codec: Codec, planes: dict[str, torch.Tensor], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """Visible vectors of a chunk, `[L, Hkv, D]` in `dtype`: codes are decoded here, while the chunk attends."""
+    gathered = {name: gather(plane, chunk) for name, plane in planes.items()}
+    return gathered["payload"].to(dtype) if codec.plain else codec.decode(gathered, dtype)
 
 
 def gather(plane: torch.Tensor, chunk: Chunk) -> torch.Tensor:

@@ -4,7 +4,8 @@ numba would vectorize plain loops by itself, but needs many seconds to compile t
 `acc = fma(load8(q, d), load8(k, d), acc)`, and LLVM makes two vectors of 4 of it where a machine has no wider ones.
 
 A pointer knows what it points at and `load8` answers float32 whatever that is: a new storage dtype is one more branch
-in `_widen` (and in `_narrow`, when results are written in it). Nothing here tells numba that NaN cannot occur.
+in `_widen` (and in `_narrow`, when results are written in it); numbers in one byte: `cpu_bits`. Nothing here tells
+numba that NaN cannot occur.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from kvframe.kernels import cpu_bits
 
 LOG2E = 1.4426950408889634
 F32, I32, I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
@@ -33,9 +36,25 @@ class VectorModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, V8)
 
 
+class Code(types.Type):
+    """A number in one byte, or a float16: bits that `cpu_bits` can read."""
+
+    def __init__(self, name: str, bitwidth: int):
+        super().__init__(name=f"code {name}")
+        self.format, self.bitwidth = name, bitwidth
+
+
+@register_model(Code)
+class CodeModel(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, ir.IntType(fe_type.bitwidth))
+
+
 vector, i64, f32 = Vector(), types.int64, types.float32
 BF16 = types.uint16  # what bfloat16 pointers point at
 POINTERS = {"int64": i64, "int32": types.int32, "float64": types.float64, "float32": f32, "bfloat16": BF16}
+POINTERS |= {name: Code(name, 8) for name in ("int8", "float8_e4m3fn", "float8_e5m2")}
+POINTERS |= {"uint8": types.uint8, "float16": Code("float16", 16)}
 
 
 def code(build):
@@ -77,6 +96,8 @@ def shift(context, p, n):
 
 def _widen(b, item, value, floats, ints):
     """A loaded element or vector as float32: bf16 is the upper half of a float32."""
+    if isinstance(item, Code):
+        return cpu_bits.half_to_float(b, value) if floats is F32 else cpu_bits.widen(b, item.format, value)
     if item is BF16:
         return b.bitcast(b.shl(b.zext(value, ints), full(16, ints) if ints is N8 else ints(16)), floats)
     return value
@@ -95,9 +116,9 @@ def _narrow(b, item, x, ints, halves):
 
 @intrinsic
 def load(context, p, i):
-    """`p[i]`; bf16 becomes float32."""
+    """`p[i]`; bf16 and float16 become float32."""
     item = p.dtype
-    result = f32 if item is BF16 else item
+    result = f32 if item is BF16 or isinstance(item, Code) else item
     return result(p, i64), code(lambda b, p, i: _widen(b, item, b.load(b.gep(p, [i])), F32, I32))
 
 
@@ -109,12 +130,13 @@ def put(context, p, i, value):
 
 @intrinsic
 def load8(context, p, i):
-    """`p[i : i + 8]` as a vector."""
+    """`p[i : i + 8]` as a vector (of codes: times 1 / unit, see `cpu_bits`)."""
     item = p.dtype
+    held = cpu_bits.B8 if isinstance(item, Code) else H8 if item is BF16 else V8
 
     def build(b, p, i):
-        start = b.bitcast(b.gep(p, [i]), (H8 if item is BF16 else V8).as_pointer())
-        return _widen(b, item, b.load(start, align=2 if item is BF16 else 4), V8, N8)
+        start = b.bitcast(b.gep(p, [i]), held.as_pointer())
+        return _widen(b, item, b.load(start, align=min(item.bitwidth // 8, 4)), V8, N8)
 
     return vector(p, i64), code(build)
 
@@ -127,6 +149,18 @@ def put8(context, p, i, x):
     def build(b, p, i, x):
         x = _narrow(b, item, x, N8, H8)
         b.store(x, b.bitcast(b.gep(p, [i]), x.type.as_pointer()), align=2 if item is BF16 else 4)
+
+    return types.none(p, i64, vector), code(build)
+
+
+@intrinsic
+def put_codes(context, p, i, x):
+    """`p[i : i + 8] = the codes nearest to x`; x lies within the range of the format, or is NaN."""
+    name = p.dtype.format
+
+    def build(b, p, i, x):
+        codes = cpu_bits.narrow(b, name, x)
+        b.store(codes, b.bitcast(b.gep(p, [i]), codes.type.as_pointer()), align=1)
 
     return types.none(p, i64, vector), code(build)
 
@@ -259,6 +293,53 @@ def add8(context, x, y):
 def max8(context, x, y):
     """The larger of each pair; y where x is NaN."""
     return vector(vector, vector), code(_larger)
+
+
+@intrinsic
+def div8(context, x, y):
+    """x / y, rounded as IEEE says."""
+    return vector(vector, vector), code(lambda b, x, y: b.fdiv(x, y))
+
+
+@intrinsic
+def clamp8(context, x, top):
+    """x in [-top, top]; NaN stays."""
+
+    def build(b, x, top):
+        x = b.select(b.fcmp_ordered(">", x, top), top, x)
+        low = b.fsub(full(-0.0), top)
+        return b.select(b.fcmp_ordered("<", x, low), low, x)
+
+    return vector(vector, vector), code(build)
+
+
+def _size(b, x):
+    return b.and_(b.bitcast(x, N8), full(0x7FFFFFFF, N8))
+
+
+@intrinsic
+def size8(context, p, x, top):
+    """The larger of |x| and top, which is not negative. NaN is passed over where p points at codes that have one; else
+    it is larger than all numbers."""
+
+    def build(b, p_, x, top):
+        if p.dtype.format != "int8":
+            return _larger(b, b.bitcast(_size(b, x), V8), top)
+        x, top = _size(b, x), b.bitcast(top, N8)
+        return b.bitcast(b.select(b.icmp_signed(">", x, top), x, top), V8)
+
+    return vector(p, vector, vector), code(build)
+
+
+@intrinsic
+def largest_size(context, x):
+    """The largest lane of a result of `size8`."""
+
+    def build(b, x):
+        largest = _fold(b, b.bitcast(x, N8), lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y))
+        return b.bitcast(largest, F32)
+
+    return f32(vector), code(build)
 
 
 @intrinsic

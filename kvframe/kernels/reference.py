@@ -3,14 +3,17 @@
 Every other kernel is held to this one by tests.
 
 Shape legend: T tokens of the step, R requests, S block_size, Hq/Hkv query/KV heads, Dk/Dv sizes,
-L tokens of one request in its table, C new tokens of one request.
+L tokens of one request in its table, C new tokens of one request, O of the L that are in a group which was open.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from kvframe import tails
 from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
@@ -21,6 +24,7 @@ class ReferenceKernel(Kernel):
 
     name = "reference"
     sink_queries = True
+    sealing = True
 
     def unsupported(
         self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
@@ -29,7 +33,13 @@ class ReferenceKernel(Kernel):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         slots = plan.groups[storage.group].slots  # [T]
-        for codec, planes, x in ((storage.codec_k, storage.k, k), (storage.codec_v, storage.v, v)):
+        for codec, planes, tail, x in (
+            (storage.codec_k, storage.k, storage.tail_k, k),
+            (storage.codec_v, storage.v, storage.tail_v, v),
+        ):
+            if tail is not None:
+                tails.store(x, codec, planes, tail, plan, storage.group, storage.block_size)
+                continue
             for name, code in codec.encode(x).items():  # code [T, Hkv, ...]
                 planes[name].view(-1, *planes[name].shape[2:])[slots] = code.to(planes[name].dtype)
 
@@ -43,13 +53,14 @@ class ReferenceKernel(Kernel):
             k_pos, slots = live_slots(group.tables[r], int(group.context_lens[r]), storage.block_size)
             visible = storage.retention.visible(host.positions[start:stop, None], k_pos[None, :])  # [C, L]
             used = np.asarray(visible).any(axis=0)  # a dead slot is never read: it may hold anything
-            slots = torch.from_numpy(slots[used]).to(q.device)
-            mask = torch.from_numpy(np.ascontiguousarray(visible[:, used])).to(q.device)
-            k = gather(storage.codec_k, storage.k, slots, torch.float32)  # [L, Hkv, Dk]
-            v = gather(storage.codec_v, storage.v, slots, torch.float32)  # [L, Hkv, Dv]
+            k_pos, slots, visible = k_pos[used], slots[used], np.ascontiguousarray(visible[:, used])
+            mask = torch.from_numpy(visible).to(q.device)
+            seen = host.positions[start:stop], k_pos, slots, visible
+            k = read(storage.codec_k, storage.k, storage.tail_k, storage.spec.k_dim, storage, plan, r, *seen)
+            v = read(storage.codec_v, storage.v, storage.tail_v, storage.spec.v_dim, storage, plan, r, *seen)
             second = None
             if sink_q is not None:
-                second = sink_q[start:stop], torch.from_numpy(k_pos[used] < storage.retention.sinks).to(q.device)
+                second = sink_q[start:stop], torch.from_numpy(k_pos < storage.retention.sinks).to(q.device)
             out[start:stop] = attend_one(q[start:stop], k, v, mask, storage.spec, storage.learned_sinks, second)
         return out
 
@@ -74,18 +85,58 @@ def gather(codec: Codec, planes: dict, slots: torch.Tensor, dtype: torch.dtype) 
     return codec.decode(flat, dtype)
 
 
+@dataclass
+class Open:
+    """K or V of one request under a codec that seals: what every query sees as codes, and what its own group gives.
+
+    Attributes:
+        codes: [L, Hkv, D]; zeros where no query of the step sees the codes.
+        raw: [O, Hkv, D], the last O of the L tokens in full precision; O is 0 when no query sees its own group.
+        own: bool [C, O]: key and query are of one group.
+    """
+
+    codes: torch.Tensor
+    raw: torch.Tensor
+    own: torch.Tensor
+
+
+def read(codec, planes, tail, dim, storage, plan, r, q_pos, k_pos, slots, visible) -> torch.Tensor | Open:
+    """K or V of request r in fp32: `[L, Hkv, D]`, or an Open when the codec seals.
+
+    Args:
+        q_pos: [C] positions of the queries. k_pos, slots: [L] of the keys. visible: bool [C, L].
+    """
+    device = next(iter(planes.values())).device
+    if tail is None:
+        return gather(codec, planes, torch.from_numpy(slots).to(device), torch.float32)
+    group = codec.group
+    first = int(q_pos[0]) // group * group  # where the group begins that was open before the step
+    own = (q_pos // group)[:, None] == (k_pos // group)[None, :]  # [C, L]
+    coded = torch.from_numpy((visible & ~own).any(axis=0)).to(device)
+    codes = torch.zeros(len(k_pos), storage.spec.kv_heads, dim, device=device)
+    if coded.any():
+        where = torch.from_numpy(slots).to(device)[coded]
+        codes[coded] = tails.gather(codec, planes, where, dim, storage.block_size, torch.float32)
+    at = int(np.searchsorted(k_pos, first))
+    raw = tail.of(plan, r)[torch.from_numpy(k_pos[at:] - first).to(device)].float()
+    return Open(codes, raw, torch.from_numpy(own[:, at:]).to(device))
+
+
 def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) -> torch.Tensor:
     """Attention of one request in fp32: `q [C, Hq, Dk]`, `k [L, Hkv, Dk]`, `v [L, Hkv, Dv]`, `mask [C, L]`.
 
-    `second` is `(sink_q [C, Hq, Dk], bool [L])`: other queries, and the keys that they meet.
+    `second` is `(sink_q [C, Hq, Dk], bool [L])`: other queries, and the keys that they meet. k and v may be an Open
+    each.
 
     A learned sink is one more score per head that takes part in the softmax and has no value
     (gpt-oss). softcap: `s = c * tanh(s / c)` (Gemma 2).
     """
     C, Hq, _ = q.shape
-    scores = score(q, k, spec)  # [Hkv, Hq/Hkv, C, L]
-    if second is not None:
-        scores = torch.where(second[1], score(second[0], k, spec), scores)
+    scores = score(q, k.codes if isinstance(k, Open) else k, spec, second)  # [Hkv, Hq/Hkv, C, L]
+    if isinstance(k, Open):
+        at = scores.shape[-1] - len(k.raw)
+        within = None if second is None else (second[0], second[1][at:])
+        scores[..., at:] = torch.where(k.own, score(q, k.raw, spec, within), scores[..., at:])
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
@@ -94,10 +145,18 @@ def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) 
         p = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
     else:
         p = torch.softmax(scores, dim=-1)
-    return torch.einsum("hgcl,lhd->chgd", p, v).reshape(C, Hq, -1).to(q.dtype)
+    if isinstance(v, Open):
+        at = p.shape[-1] - len(v.raw)
+        out = torch.einsum("hgcl,lhd->chgd", p[..., at:] * v.own, v.raw)
+        p[..., at:] *= ~v.own
+        out += torch.einsum("hgcl,lhd->chgd", p, v.codes)
+    else:
+        out = torch.einsum("hgcl,lhd->chgd", p, v)
+    return out.reshape(C, Hq, -1).to(q.dtype)
 
 
-def score(q, k, spec: LayerSpec) -> torch.Tensor:
-    """`q [C, Hq, Dk]`, `k [L, Hkv, Dk]` -> scaled products `[Hkv, Hq / Hkv, C, L]` in fp32."""
+def score(q, k, spec: LayerSpec, second=None) -> torch.Tensor:
+    """`q [C, Hq, Dk]`, `k [L, Hkv, Dk]` -> scaled products `[Hkv, Hq / Hkv, C, L]` in fp32; `second` as above."""
     queries = q.float().reshape(q.shape[0], spec.kv_heads, q.shape[1] // spec.kv_heads, -1)
-    return torch.einsum("chgd,lhd->hgcl", queries, k) * spec.scale
+    scores = torch.einsum("chgd,lhd->hgcl", queries, k) * spec.scale
+    return scores if second is None else torch.where(second[1], score(second[0], k, spec), scores)

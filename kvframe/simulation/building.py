@@ -67,7 +67,7 @@ def build(cfg: DictConfig, context: CacheContext, blocks: int, *, every_group: b
         return cache
     with open_dict(cfg):
         cfg.cache.num_blocks = None
-        cfg.cache.memory = sum((blocks + 2) * group.block_bytes for group in groups)
+        cfg.cache.memory = sum((blocks + 2) * group.block_bytes + group.tail_pool for group in groups)
         cfg.cache.group_share = {group.name: group.block_bytes for group in groups}
     return build_cache(cfg, context)
 

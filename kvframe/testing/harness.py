@@ -10,11 +10,18 @@ from kvframe.types import Request
 
 
 def poison_free(cache) -> None:
-    """Fills every block that nobody holds, and the null block, with NaN (or -128)."""
+    """Fills every block that nobody holds, and the null block, with NaN (or -128); and what no request has in its row
+    of the tails, but for rows that a waiting copy will read."""
     import numpy as np
 
     for group, pool in enumerate(cache.pools):
         cache.storage.poison(group, np.append(pool.free_blocks(), 0))
+    if any(cache.storage.tails()):
+        lengths = dict.fromkeys(cache.tables.free_rows(), 0)
+        lengths |= {held.row: int(cache.tables.lengths[held.row]) for held in cache.tables.all()}
+        for row in cache.copies.rows.values():
+            lengths.pop(row, None)
+        cache.storage.poison_tails(lengths)
 
 
 def run_checked(engine: Engine, requests: Iterable[Request]) -> list[RequestOutput]:

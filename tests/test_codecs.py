@@ -1,0 +1,187 @@
+"""Int8 and Fp8 by themselves: how far decoded numbers are off, special values, and that a vector is coded alone.
+
+Shape legend: n vectors, D size.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvframe_plugins.fp8 import Fp8
+from kvframe_plugins.fp8.formats import FORMATS
+from kvframe_plugins.int8 import Int8
+
+from kvframe.errors import ConfigError
+from kvframe.types import LayerSpec
+
+LAYER = LayerSpec(0, 4, 2, 64, 64, 0.125)
+INT8 = {
+    "int8": {},
+    "asymmetric": {"symmetric": False},
+    "groups": {"group_size": 8},
+    "halves": {"scale_dtype": "float16"},
+    "clipped": {"percentile": 90},
+    "all": {"symmetric": False, "percentile": 75.0, "group_size": 4, "scale_dtype": "float16"},
+}
+CODECS = {name: Int8(**options) for name, options in INT8.items()} | {
+    "e4m3": Fp8(),
+    "e5m2": Fp8("e5m2"),
+    "fixed e4m3": Fp8(scales=0.02).for_layer(LAYER, "k"),
+    "fixed e5m2": Fp8("e5m2", scales={0: {"k": 0.02, "v": 3e-4}}).for_layer(LAYER, "v"),
+}
+numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-10, 10, width=32) | st.just(0.0)
+vectors = st.lists(st.lists(numbers, min_size=16, max_size=16), min_size=1, max_size=4)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def spread(x, n: int) -> torch.Tensor:
+    """`[..., groups]` -> `[..., n]`: the number of the group of each channel."""
+    return x.float().repeat_interleave(n // x.shape[-1], -1)
+
+
+@pytest.mark.parametrize("name", INT8)
+@given(rows=vectors)
+@settings(max_examples=60, deadline=None)
+def test_error_of_integers_is_half_a_step(name, rows):
+    codec, x = CODECS[name], torch.tensor(rows)
+    if codec.scale_dtype == "float16":
+        x = x.clamp(-8e6, 8e6)
+    planes = codec.encode(x)
+    scale, got = spread(planes["scale"], 16), codec.decode(planes, torch.float32)
+    if codec.percentile < 100:  # what is clipped comes back as the end of the range
+        low = spread(planes["zero"], 16) if "zero" in planes else -127 * scale
+        x = torch.maximum(torch.minimum(x, low + (255 if "zero" in planes else 254) * scale), low)
+    size = torch.maximum(x.abs(), got.abs()) + (spread(planes["zero"], 16).abs() if "zero" in planes else 0)
+    assert ((got - x).abs() <= scale / 2 * (1 + 1e-6) + 4e-7 * size).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(rows=vectors, fixed=st.none() | st.sampled_from([1e-3, 1.0, 7e5]))
+@settings(max_examples=60, deadline=None)
+def test_error_of_floats_is_half_an_ulp(name, rows, fixed):
+    format, x = FORMATS[name], torch.tensor(rows)
+    codec = Fp8(name, scales=fixed).for_layer(LAYER, "k")
+    planes = codec.encode(x)
+    scale = planes.get("scale", torch.tensor(fixed or 1.0))
+    got = codec.decode(planes, torch.float32)
+    want = (x / scale).clamp(-format.largest, format.largest)  # in units of the format
+    exponent = torch.frexp(want.abs()).exponent - 1
+    ulp = torch.exp2((exponent.clamp(min=1 - format.bias) - format.mantissa).float())
+    assert ((got / scale - want).abs() <= ulp / 2 * (1 + 1e-6) + 1e-6 * want.abs()).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_are_those_of_torch(name):
+    """Every float16 and bfloat16, and float32 numbers at and around every edge between two codes."""
+    format, dtype = FORMATS[name], getattr(torch, FORMATS[name].dtype)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    values = torch.from_numpy(format.values()[np.isfinite(format.values())])
+    edges = (values[:, None] + values[None, :]).flatten() / 2
+    near = [torch.nextafter(edges, torch.tensor(x)) for x in (-torch.inf, torch.inf)]
+    random = torch.from_numpy(
+        np.random.default_rng(0).integers(-(2**31), 2**31, 1_000_000, dtype=np.int64).astype("i4")
+    )
+    parts = [every.view(torch.float16).float(), every.view(torch.bfloat16).float(), edges, *near]
+    x = torch.cat([*parts, random.view(torch.float32)]).clamp(-format.largest, format.largest)
+    assert x.isnan().any()
+    assert torch.equal(format.encode_bits(x), x.to(dtype).view(torch.uint8))
+    assert torch.equal(format.encode(x), format.encode_bits(x))
+    codes = torch.arange(256, dtype=torch.uint8)
+    for decode in (format.decode, format.decode_bits):
+        torch.testing.assert_close(decode(codes), codes.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(format.decode_bits(codes).signbit(), codes.view(dtype).float().signbit())
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vector_is_coded_alone(name, dtype):
+    """The codes of a vector are the same whatever lies beside it and however the batch is shaped."""
+    x = torch.randn(37, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[5], x[6], x[7, 1], x[8, 0, 3] = 0.0, 1.5, torch.nan, torch.inf
+    x[9, :, 7] = 1e30
+    codec, whole = CODECS[name], CODECS[name].encode(x)
+    for t in range(len(x)):
+        for h in range(3):
+            alone = codec.encode(x[t, h])
+            assert all(same(alone[plane], whole[plane][t, h]) for plane in whole), (t, h)
+    strided = codec.encode(x.transpose(0, 1).contiguous().transpose(0, 1))
+    assert all(same(strided[plane].contiguous(), whole[plane]) for plane in whole)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_special_values(name):
+    codec = CODECS[name]
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    plain = codec.decode(codec.encode(x), torch.float32)
+    x[1], x[2], x[3, 9], x[4, 2], x[5, 3] = 0.0, -2.5, 1e30, torch.nan, torch.inf
+    got = codec.decode(codec.encode(x), torch.float32)
+    for row in (0, 6, 7):
+        assert torch.equal(got[row], plain[row])
+    assert (got[1] == 0).all() and not got[3].isnan().any() and got[4, 2].isnan()
+    assert got[:4].isfinite().all() and not got[5:].isnan().any()
+    if codec.fixed is None and name not in ("all", "clipped"):
+        torch.testing.assert_close(got[2], x[2], rtol=1e-3, atol=0)
+    if isinstance(codec, Fp8):  # a NaN is a code of its own channel
+        assert int(got[4].isnan().sum()) == 1
+        assert got[5, 3] == codec.peak * codec.encode(x).get("scale", torch.full((8, 1), codec.fixed or 1.0))[5, 0]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dim", [16, 64])
+def test_planes_are_what_encode_makes(name, dim):
+    codec = CODECS[name]
+    made, declared = codec.encode(torch.randn(5, 2, dim)), codec.planes(dim)
+    assert {n: (tuple(p.shape[2:]), str(p.dtype)) for n, p in made.items()} == {
+        n: (p.shape, f"torch.{p.resolved('bfloat16')}") for n, p in declared.items()
+    }
+    assert codec.decode(made, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["int8", "halves", "e4m3", "e5m2", "fixed e4m3"])
+def test_half_of_the_bytes_of_bf16(name):
+    """At head size 64: 64 codes and a scale against 128 bytes."""
+    assert sum(plane.nbytes("bfloat16") for plane in CODECS[name].planes(64).values()) <= 0.54 * 128
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Int8(symmetric="no"), "cache.codec.symmetric='no'"),
+        (lambda: Int8(percentile=0), "cache.codec.percentile=0"),
+        (lambda: Int8(percentile=True), "cache.codec.percentile=True"),
+        (lambda: Int8(group_size=0), "cache.codec.group_size=0"),
+        (lambda: Int8(scale_dtype="bfloat16"), "cache.codec.scale_dtype='bfloat16'"),
+        (lambda: Fp8("e3m4"), "cache.codec.format='e3m4'"),
+        (lambda: Fp8(scales=0), "cache.codec.scales=0"),
+        (lambda: Fp8(scales=float("nan")), "cache.codec.scales=nan"),
+        (lambda: Fp8(scales="/nowhere/calib.json"), "cache.codec.scales=/nowhere/calib.json"),
+        (lambda: Fp8(scales={"a": 1.0}), "layer 'a'"),
+        (lambda: Fp8(scales={0: {"k": 1.0}}), "layer 0 has ['k']"),
+        (lambda: Fp8(scales={1: 1.0}).for_layer(LAYER, "k"), "no scale for layer 0; it has layers: 1"),
+    ],
+)
+def test_values_that_cannot_be(make, words):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert words in str(error.value)
+
+
+def test_calibration_file(tmp_path):
+    """Largest sizes become scales of the format; a layer that saw only zeros has a scale too."""
+    file = tmp_path / "calib.json"
+    file.write_text(json.dumps({"layers": {"0": {"k": 44.8, "v": 0.0}}, "model": "x", "tokens": 5}))
+    codec = Fp8(scales=str(file))
+    assert codec.for_layer(LAYER, "k").fixed == pytest.approx(0.1)
+    assert codec.for_layer(LAYER, "v").fixed > 0
+    assert codec.for_layer(LAYER, "k") is codec.for_layer(LAYER, "k")
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="no calibration file"):
+        Fp8(scales=str(file))
