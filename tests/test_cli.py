@@ -102,7 +102,7 @@ def test_these_are_there_within_a_second(arguments):
     [
         (["genrate"], r"no command 'genrate'"),
         (["generate", "Once upon a time"], "'Once upon a time' is not KEY=VALUE\n  fix: prompt='Once upon a time'"),
-        (["generate", "cache=pagged", "prompt=x"], "cache=pagged does not exist\n  valid: paged, contiguous"),
+        (["generate", "cache=pagged", "prompt=x"], "cache=pagged does not exist\n  valid: paged, "),
         (["generate", "-m", "cache=paged,pagged", "prompt=x"], "cache=pagged does not exist"),
         (["generate", "cache.layout.blocksize=3", "prompt=x"], "cache.layout has no key 'blocksize'"),
         (["generate", "cache.memory='x", "prompt=x"], "cannot be read"),

@@ -147,7 +147,7 @@ GENERAL = {"none", "model", "base"}  # words that are not names of parts only
 
 def builtin_names() -> set[str]:
     files = ConfigFolder("pkg://kvframe.conf", "builtin").walk("cache")
-    dtypes = {"int8", "fp8"}  # words of their own: dtypes are not parts
+    dtypes = {"int8", "fp8", "nf4"}  # words of their own: number formats are not parts
     return {file.name for file in files} - GENERAL - dtypes
 
 
