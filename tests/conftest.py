@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+os.environ.pop("COLUMNS", None)  # tables are as wide as in a pipe, whatever terminal the tests run in
+
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
