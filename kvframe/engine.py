@@ -155,7 +155,7 @@ class Engine:
                 with self.threads.step():
                     self._forward(batch)
             except BaseException:
-                self.scheduler.recompute(sequence for sequence, _ in batch)
+                self.scheduler.recompute(list(self.scheduler.running))  # copies for any of them may be lost
                 raise
         elif self.scheduler.next_arrival() is not None and not self._done:
             self.clock.wait_until(self.scheduler.next_arrival())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 KEY = "caches"
 PRESETS = "cache"  # the group of the presets
 ROOMS = ("cache", "engine", "kernel")  # what an entry may set
-_OVERRIDE = re.compile(r"~(?P<deleted>[^=@]+)(?:=.*)?|\+{0,2}(?P<key>[A-Za-z_][\w./]*)(?:@[^=]*)?=.*", re.DOTALL)
+_OVERRIDE = re.compile(r"~(?P<deleted>[^=]+)(?:=.*)?|\+{0,2}(?P<key>[A-Za-z_][\w./]*(?:@[^=]*)?)=.*", re.DOTALL)
 _EXAMPLE = f"{KEY}=[NAME,'{PRESETS}=NAME {PRESETS}/codec=CODEC']"
 
 
@@ -180,6 +180,12 @@ def _compose(own: list[str], asked: list[str], command: str, entry: str) -> Dict
     """The config of an entry: the command's own overrides, less those that the entry replaces, and the entry's."""
     replaced = {_key(override) for override in asked}
     kept = [override for override in own if _key(override) not in replaced]
+    changed = [override for override in kept if _key(override).startswith(f"{PRESETS}/")]
+    if PRESETS in replaced and changed:
+        raise ConfigError(
+            f"{KEY}: {entry!r} names a preset, and the command's own {' '.join(changed)} would change it",
+            fix=f"leave that out, or write it into each entry that it is meant for: '{entry} {' '.join(changed)}'",
+        )
     try:
         return _without_hydra(_composed([*kept, *asked], command))
     except KVFrameError as error:

@@ -43,11 +43,20 @@ def test_words_are_split_as_a_shell_does():
 
 
 def test_an_entry_replaces_what_the_command_says_of_the_same_key():
-    own = ["cache=sliding_window", "cache/codec=none", "cache.memory=1GiB", "engine.max_len=64", "text=a, ${b}"]
+    own = ["cache=sliding_window", "cache.memory=1GiB", "engine.max_len=64", "text=a, ${b}"]
     one, two = lineup(["paged cache.memory=2GiB", "engine.max_len=32"], own)
     assert (one.cfg.cache.memory, one.cfg.engine.max_len, one.cfg.text) == ("2GiB", 64, "a, ${b}")
     assert one.cfg.cache.retention == compose().cache.retention
     assert two.cfg.cache.retention.window and (two.cfg.cache.memory, two.cfg.engine.max_len) == ("1GiB", 32)
+
+
+def test_a_preset_is_not_changed_by_the_command_in_silence():
+    with pytest.raises(ConfigError, match=r"'paged' names a preset, .* cache/codec=int8 would change it"):
+        lineup(["paged"], ["model=random", "cache/codec=int8"])
+    own = ["model=random", "cache=paged", "cache/codec=mixed", "cache/codec@cache.codec.k=fp8"]
+    (one,) = lineup(["cache/codec@cache.codec.v=none"], own)
+    names = [one.cfg.cache.codec[kind]["_target_"].rpartition(".")[2] for kind in "kv"]
+    assert names == ["Fp8", "NoCodec"], "choices for K and V do not replace each other"
 
 
 def test_nothing_means_every_preset_on_the_search_path(install, monkeypatch):

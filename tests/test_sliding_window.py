@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kvframe_plugins.no_codec import NoCodec
 from kvframe_plugins.sliding_window import SlidingWindow
 from strategies import make_engine
 
@@ -278,7 +279,7 @@ def test_positions_are_the_same_until_something_is_forgotten(kernel):
 
 
 def test_a_kernel_without_second_queries_is_passed_over():
-    kernel, codecs = ReferenceKernel(), (None, None)
+    kernel, codecs = ReferenceKernel(), (NoCodec(), NoCodec())
     kernel.sink_queries = False
     assert choose((kernel,), spec(), codecs, SlidingWindow(8, 2), "cpu") == (kernel, [])
     found, why = choose((kernel,), spec(), codecs, SlidingWindow(8, 2, "cache"), "cpu")

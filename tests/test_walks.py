@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
 def test_state_machine(composition):
     machine = type("Machine", (Machine,), {"composition": composition, "cache": small(composition)})
     machine.TestCase.settings = settings(
-        max_examples=25, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+        max_examples=40, stateful_step_count=50, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     machine.TestCase("runTest").runTest()

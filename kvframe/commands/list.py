@@ -63,7 +63,11 @@ def row(file: ConfigFile, model: Any = None) -> dict[str, Any]:
         if kind == "preset":
             _describe_preset(found, compose([f"{PRESETS}={file.name}"])[PRESETS], model)
         elif file.group.startswith(f"{PRESETS}/"):
-            _describe_part(found, OmegaConf.create(file.text), model)
+            node = OmegaConf.create(file.text)
+            if "defaults" in node:  # parts within a part
+                composed = compose([f"{file.group}={file.name}"])
+                node = OmegaConf.select(composed, file.group.replace("/", "."))
+            _describe_part(found, node, model)
         else:
             found["target"] = OmegaConf.create(file.text).get("_target_")
     except KVFrameError as error:

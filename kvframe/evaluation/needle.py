@@ -43,7 +43,10 @@ class Cell:
         the best token, the worst rank among them (0 is best), and mean log-probability per token in nats."""
         wanted = torch.as_tensor(self.tokens[-self.answer :].astype(np.int64), device=logits.device)[:, None]
         own = logits.gather(1, wanted)  # [answer, 1]
-        rank = int((logits > own).sum(-1).max())
+        lower = torch.arange(logits.shape[-1], device=logits.device) < wanted  # ties take the lowest id
+        ahead = ((logits > own) | ((logits == own) & lower)).sum(-1)
+        finite = bool(torch.isfinite(own).all())  # what is no number finds nothing
+        rank = int(ahead.max()) if finite else logits.shape[-1]
         logprob = float(logits.double().log_softmax(-1).gather(1, wanted).mean())
         return {"length": self.length, "depth": self.depth, "found": rank == 0, "rank": rank, "logprob": logprob}
 

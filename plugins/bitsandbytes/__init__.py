@@ -36,7 +36,7 @@ class Blockwise(Codec):
     sizes: tuple[int, ...]
 
     def __init__(self, block: int = 64):
-        if isinstance(block, bool) or block not in self.sizes:
+        if isinstance(block, bool) or not isinstance(block, int) or block not in self.sizes:
             valid = [str(size) for size in self.sizes]
             raise ConfigError(f"cache.codec.block={block!r} cannot be used", options=valid, fix="cache.codec.block=64")
         if importlib.util.find_spec(PACKAGE) is None:

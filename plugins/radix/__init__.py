@@ -42,9 +42,8 @@ class RadixIndex(PrefixIndex):
 
     def clear(self):
         self.roots: dict[str, Node] = {}
-        self.policies = [deepcopy(self._policy) for _ in self.rules]
+        self.policies = [{0: deepcopy(self._policy)} for _ in self.rules]  # per group: priority -> policy
         self.known = [np.zeros(64, dtype=bool) for _ in self.rules]  # block id -> is it here?
-        self.dear: set[Node] = set()  # nodes with a priority or a pin
 
     # -- match -----------------------------------------------------------------------------------------------
 
@@ -108,9 +107,9 @@ class RadixIndex(PrefixIndex):
         for hit in reversed(node.path()):
             hit.fresh = False
             self._hold_dear(hit, keep)
-            for policy, count in zip(self.policies, hit.count):
+            for g, count in enumerate(hit.count):
                 if count:
-                    policy.on_hit(hit)
+                    self._policy_of(hit, g).on_hit(hit)
 
     # -- insert ----------------------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class RadixIndex(PrefixIndex):
             born = node.count[g] == 0
             change(node, g, len(holes))
             if born:
-                self.policies[g].on_insert(node)
+                self._policy_of(node, g).on_insert(node)
 
     def _append(self, node: Node, position: int, tokens, blocks, new, keep: Keep) -> None:
         """The tokens from `position` on are new: they make the leaf longer, or a new one."""
@@ -175,14 +174,13 @@ class RadixIndex(PrefixIndex):
         for g, part in enumerate(ids):
             if part.any():
                 new[g].append(self._learn(g, part[part != 0]))
-                self.policies[g].on_insert(node)
+                self._policy_of(node, g).on_insert(node)
 
     def _split(self, node: Node, position: int) -> Node:
         before = list(node.count)
         head = split(node, position, self.size)
-        if node in self.dear:
-            self.dear.add(head)
-        for g, policy in enumerate(self.policies):
+        for g in range(len(self.rules)):
+            policy = self._policy_of(node, g)
             if head.count[g]:
                 policy.on_split(node, head)
             if before[g] and not node.count[g]:
@@ -190,12 +188,25 @@ class RadixIndex(PrefixIndex):
         self._prune(node)  # the rest may have nothing but holes
         return head
 
+    def _policy_of(self, node: Node, g: int):
+        """What orders the nodes of this priority in a layer group."""
+        policies = self.policies[g]
+        if node.priority not in policies:
+            policies[node.priority] = deepcopy(self._policy)
+        return policies[node.priority]
+
     def _hold_dear(self, node: Node, keep: Keep) -> None:
-        node.priority = max(node.priority, keep.priority)
+        """The node is as dear as the dearest of its users; a higher priority is another policy's business."""
         if keep.pin:
             node.pinned = max(node.pinned, self.now() + keep.pin)
-        if node.priority or node.pinned:
-            self.dear.add(node)
+        if keep.priority <= node.priority:
+            return
+        known = [g for g, count in enumerate(node.count) if count]
+        for g in known:
+            self._policy_of(node, g).on_remove(node)
+        node.priority = keep.priority
+        for g in known:
+            self._policy_of(node, g).on_insert(node)
 
     def _unknown(self, g: int, ids: np.ndarray) -> np.ndarray:
         """bool: which ids are blocks that are not published yet."""
@@ -227,29 +238,24 @@ class RadixIndex(PrefixIndex):
     def _evict(self, g: int, n: int, unused: Callable, gone: list, whole: bool) -> int:
         """Gives up at most n blocks of the least dear nodes that have some to spare. whole: nothing is left behind that
         can no longer be reached."""
-        for level in self._levels():
+        now = self.now()
+        for pinned in (False, True):
+            for priority in sorted(self.policies[g]):
 
-            def evictable(node, level=level):
-                return self._level(node) == level and len(self._spare(node, g, unused, whole)) > 0
+                def evictable(node, pinned=pinned):
+                    return (node.pinned > now) is pinned and len(self._spare(node, g, unused, whole)) > 0
 
-            took = 0
-            with closing(self.policies[g].victims(evictable)) as victims:
-                for node in victims:
-                    spare = self._spare(node, g, unused, whole)[: n - took]
-                    gone.append(self._take(node, g, spare))
-                    took += len(spare)
-                    if took == n:
-                        break
-            if took:
-                return took
+                took = 0
+                with closing(self.policies[g][priority].victims(evictable)) as victims:
+                    for node in victims:
+                        spare = self._spare(node, g, unused, whole)[: n - took]
+                        gone.append(self._take(node, g, spare))
+                        took += len(spare)
+                        if took == n:
+                            break
+                if took:
+                    return took
         return 0
-
-    def _levels(self) -> list[tuple[bool, int]]:
-        """How dear nodes are, from the least on: pinned or not, and their priority."""
-        return sorted({(False, 0), *map(self._level, self.dear)})
-
-    def _level(self, node: Node) -> tuple[bool, int]:
-        return (node.pinned > self.now(), node.priority) if node in self.dear else (False, 0)
 
     def _spare(self, node: Node, g: int, unused: Callable, whole: bool) -> np.ndarray:
         """Places in the node whose block may go, the first to go first: what no query at the end of the node sees from
@@ -274,13 +280,12 @@ class RadixIndex(PrefixIndex):
         self.known[g][ids] = False
         change(node, g, -len(ids))
         if not node.count[g]:
-            self.policies[g].on_remove(node)
+            self._policy_of(node, g).on_remove(node)
             self._prune(node)
         return ids
 
     def _prune(self, node: Node) -> None:
         while node.parent is not None and not node.children and not any(node.count):
-            self.dear.discard(node)
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
         if node.parent is None and not node.children:
