@@ -212,6 +212,7 @@ class Engine:
 
     def _drop_bad(self, error: BadLogitsError, sequences: list[Sequence], logits) -> None:
         """Ends the sequences whose logits are not numbers; the others go on."""
+        self.cache.invalidate()  # what they have published may be no numbers either
         for row in error.rows:
             self._finish(sequences[row], "error", None, sequences[row].text.finish(), str(error))
         good = [i for i in range(len(sequences)) if i not in error.rows]

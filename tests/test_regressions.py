@@ -359,3 +359,12 @@ def test_what_a_request_finds_of_its_own_after_a_preemption_is_no_hit():
     while made.has_work:
         outputs += [event.output for event in made.step() if event.output is not None]
     assert outputs[0].preemptions == 1 and outputs[0].cached_tokens == 0
+
+
+def test_what_is_no_number_does_not_reach_others_through_the_index():
+    module = tiny_model("llama")
+    module.get_input_embeddings().weight.data[77] = float("nan")
+    made = make_engine(wrap(module), "paged-16 radix model", overrides=["cache.memory=4MiB"], max_requests=4)
+    shared = [(i * 7) % 60 + 3 for i in range(48)]
+    assert made.generate([ask([*shared, 77, 3])])[0].finish_reason == "error"
+    assert made.generate([ask([*shared, 5, 6])])[0].finish_reason != "error"
