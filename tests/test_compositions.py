@@ -48,8 +48,15 @@ def check(engine, arch: str, composition: str, batches: int) -> list[int]:
     return [output.cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("batches", [1, 10])
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "arch, batches",
+    [
+        ("llama", 1),
+        ("gemma3", 10),
+        pytest.param("llama", 10, marks=pytest.mark.nightly),
+        pytest.param("gemma3", 1, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_tokens_equal_ref_cold_and_warm(composition, arch, batches):
     engine = make_engine(
