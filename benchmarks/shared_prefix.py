@@ -14,15 +14,13 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kvframe import Request, SamplingParams, build, compose
-from kvframe.config import build_cache, cache_context
-from kvframe.engine import Engine
+from kvframe.config import build_engine
 from kvframe.report import console, table
 
 
@@ -52,10 +50,7 @@ def main() -> None:
     first = build(compose([*common, f"cache={names[0]}"]))
     engines = {names[0]: first}
     for name in names[1:]:
-        cfg = compose([*common, f"cache={name}"])
-        context = replace(cache_context(cfg, first.model), max_len=first.max_len)
-        options = {key: value for key, value in cfg.engine.items() if key != "max_len"}
-        engines[name] = Engine(first.model, build_cache(cfg, context), max_len=first.max_len, **options)
+        engines[name] = build_engine(compose([*common, f"cache={name}"]), first.model)
     rows = {name: {"seconds": []} for name in names}
     for i in range(args.repeat):
         for name, engine in engines.items():

@@ -27,9 +27,9 @@ class RadixIndex(PrefixIndex):
     """Blocks by the tokens that lead to them, one tree per salt."""
 
     def conflicts(self, others):
-        if others.layout.block_size(others.max_len) < others.max_len:
-            return []
         size = others.layout.block_size(others.max_len)
+        if size < others.max_len:
+            return []
         return [
             f"the radix index shares complete blocks, and a block of {size} tokens holds a whole request of "
             f"engine.max_len={others.max_len}: cache/layout=paged, with a block_size below that"
