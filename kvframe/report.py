@@ -196,6 +196,11 @@ def save_figure(figure, path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
+def write_result(path: Path, rows: Sequence[Mapping[str, Any]], value: Any) -> Path:
+    """The rows as CSV where the path ends in .csv, else the value as JSON."""
+    return write_csv(path, rows) if path.suffix.lower() == ".csv" else write_json(path, value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -18,8 +18,7 @@ from kvframe.report import (
     save_figure,
     table,
     versions,
-    write_csv,
-    write_json,
+    write_result,
 )
 
 ENDINGS = {"out": (".json", ".csv"), "plot": PICTURES}
@@ -47,11 +46,9 @@ def run(cfg: DictConfig, job: Run) -> int:
         save_figure(draw(found, figure), plot)
         print(f"written: {plot}", file=sys.stderr)
     if out is not None:
-        if out.suffix.lower() == ".csv":
-            write_csv(out, [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in found.rows])
-        else:
-            facts = {**vars(found), "config": OmegaConf.to_container(cfg, resolve=True), "versions": versions()}
-            write_json(out, facts)
+        flat = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in found.rows]
+        facts = {**vars(found), "config": OmegaConf.to_container(cfg, resolve=True), "versions": versions()}
+        write_result(out, flat, facts)
         print(f"written: {out}", file=sys.stderr)
     return 1 if found.skipped else 0
 

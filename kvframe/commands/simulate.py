@@ -17,8 +17,7 @@ from kvframe.report import (
     save_figure,
     table,
     versions,
-    write_csv,
-    write_json,
+    write_result,
 )
 from kvframe.simulation.sweep import PARTS, Settings, flat, simulate
 
@@ -45,11 +44,8 @@ def run(cfg: DictConfig, job: Run) -> int:
         save_figure(draw(rows, figure), plot)
         print(f"written: {plot}", file=sys.stderr)
     if out is not None:
-        if out.suffix.lower() == ".csv":
-            write_csv(out, flat(rows))
-        else:
-            facts = {"trace": settings.trace, "config": OmegaConf.to_container(cfg, resolve=True)}
-            write_json(out, {"rows": rows, **facts, "versions": versions()})
+        facts = {"trace": settings.trace, "config": OmegaConf.to_container(cfg, resolve=True)}
+        write_result(out, flat(rows), {"rows": rows, **facts, "versions": versions()})
         print(f"written: {out}", file=sys.stderr)
     return 1 if refused else 0
 
