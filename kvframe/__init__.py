@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
+API = 1  # version of kvframe.interfaces; a plugin states the one it was written for
 
 _PUBLIC = {
     "Engine": "kvframe.engine",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -255,8 +256,14 @@ class Engine:
     # -- runs ------------------------------------------------------------------------------------------------
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Runs the requests and yields what becomes known, step by step. A request that is refused comes as an
-        event whose output has `finish_reason="refused"`. Whoever stops listening aborts what is left."""
+        """Runs the requests and yields what becomes known. A request that is refused comes as an event whose output has
+        `finish_reason="refused"`. Whoever stops listening aborts what is left."""
+        with closing(self.steps(requests)) as steps:
+            for events in steps:
+                yield from events
+
+    def steps(self, requests: Iterable[Request]) -> Iterator[list[Event]]:
+        """As `stream`, a list of events for each step."""
         if self.has_work:
             raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
         self.cache.start_run()
@@ -273,7 +280,7 @@ class Engine:
                     text = text if repr(request.id) in text else f"request {request.id!r}: {text}"
                     self._answer(RequestOutput(request.id, 0, request.prompt, finish_reason="refused", error=text))
             while self.has_work:
-                yield from self.step()
+                yield self.step()
         finally:
             for name in added:
                 self.abort(name)

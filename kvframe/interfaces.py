@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvframe.types import CacheStats, LayerSpec, Match, PlaneSpec, StepPlan
+from kvframe import API as API  # version of these interfaces
+from kvframe.types import CacheStats, IndexNode, LayerSpec, Match, PlaneSpec, StepPlan
 
 if TYPE_CHECKING:
     import torch
 
     from kvframe.storage import LayerStorage
-
-API = 1  # version of these interfaces; a plugin states the one it was written for
 
 
 class CacheRequest(Protocol):
@@ -230,6 +229,10 @@ class PrefixIndex(Part):
     @abstractmethod
     def clear(self) -> None:
         """Forgets everything."""
+
+    def nodes(self) -> list[IndexNode]:
+        """What the index holds, for people who look at it: parents before their children."""
+        return []
 
 
 class Codec(Part):

@@ -115,6 +115,26 @@ class Match:
     note: Any = field(default=None, compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class IndexNode:
+    """A run of tokens that a prefix index knows, for people who look at it (see `PrefixIndex.nodes`).
+
+    Attributes:
+        parent: place in the list of the run before it; None: a prefix begins here.
+        start: position of its first token in the prefix; tokens: int32, the run.
+        blocks: per layer group, int32 ids of the blocks that end within the run; 0 where one is gone (a hole).
+        salt: of the requests that share it.
+        facts: whatever else the index wants to show, name -> value.
+    """
+
+    parent: int | None
+    start: int
+    tokens: np.ndarray
+    blocks: tuple[np.ndarray, ...]
+    salt: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 def _integer(name: str, value: Any) -> int | None:
     """A Python int; None stays None where the field may be off (`seed`, `logprobs`)."""
     if value is None and name in ("sampling.seed", "sampling.logprobs"):

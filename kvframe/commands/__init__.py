@@ -32,5 +32,6 @@ COMMANDS = {
         Command("simulate", "kvframe.commands.simulate:run"),
         Command("evaluate", "kvframe.commands.evaluate:run"),
         Command("calibrate", "kvframe.commands.calibrate:run"),
+        Command("inspect", "kvframe.commands.inspect:run"),
     )
 }

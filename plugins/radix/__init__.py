@@ -15,10 +15,10 @@ from contextlib import closing
 from copy import deepcopy
 
 import numpy as np
-from kvframe_plugins.radix.tree import Node, beneath, change, link, split, walk
+from kvframe_plugins.radix.tree import Node, beneath, change, link, preorder, split, walk
 
 from kvframe.interfaces import Inserted, PrefixIndex
-from kvframe.types import Keep, Match
+from kvframe.types import IndexNode, Keep, Match
 
 LOOK = 32  # nodes that are looked at for the source of a tail
 
@@ -220,6 +220,16 @@ class RadixIndex(PrefixIndex):
 
     def published(self, group):
         return np.flatnonzero(self.known[group]).astype(np.int32)
+
+    def nodes(self):
+        found, places = [], {}
+        for salt, root in self.roots.items():
+            for node in preorder(root):
+                places[node] = len(found)
+                facts = {"priority": node.priority, "pinned": node.pinned > self.now(), "unused": node.fresh}
+                shown = tuple(ids.copy() for ids in node.blocks)
+                found.append(IndexNode(places.get(node.parent), node.start, node.tokens, shown, salt, facts))
+        return found
 
     # -- evict -----------------------------------------------------------------------------------------------
 

@@ -127,3 +127,12 @@ def beneath(node: Node, most: int) -> Iterator[Node]:
         most -= 1
         yield node
         stack += list(node.children.values())[:most]
+
+
+def preorder(root: Node) -> Iterator[Node]:
+    """The nodes beneath a root, each before those beneath it."""
+    stack = list(root.children.values())[::-1]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += list(node.children.values())[::-1]
