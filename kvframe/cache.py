@@ -66,8 +66,19 @@ class BlockKVCache(KVCache):
         group_share: dict | None = None,
     ):
         self.context, self.index, self.codec = context, index, codec
-        self.parts = Parts(layout, index, eviction, retention, codec, context.layers, context.max_len)
-        self.block_size = layout.block_size(context.max_len)
+        self.sealed, self.unit = sealing.groups(codec, context.layers), sealing.unit(codec, context.layers)
+        self.block_size = layout.block_size(context.max_len, self.unit)
+        self.parts = Parts(
+            layout,
+            index,
+            eviction,
+            retention,
+            codec,
+            context.layers,
+            context.max_len,
+            self.block_size,
+            stored=tuple((layer, kind, dim) for layer in context.layers for kind, dim in sealing.kinds(layer)),
+        )
         self.rules, self.group_of = layer_groups(retention, context.layers)
         self._refuse_conflicts()
         self.exact = all(part.exact for part in (layout, index, eviction, retention, codec))
@@ -108,7 +119,6 @@ class BlockKVCache(KVCache):
     def _count_bytes(self) -> None:
         """Per layer group: bytes of a token (in all, and by sealing group), of a block, and of a request's tails."""
         codec, layers, n = self.codec, self.context.layers, len(self.rules)
-        self.sealed, self.unit = sealing.groups(codec, layers), sealing.unit(codec, layers)
         self.parts_of_token: list[dict[int, float]] = [{} for _ in range(n)]
         self.block_bytes, self.tail_bytes = [0] * n, [0] * n
         for layer in layers:
@@ -266,9 +276,9 @@ class BlockKVCache(KVCache):
         """Evicts until every group has `need[g]` free blocks; the caller knows that they are there."""
         short = [max(n - pool.free, 0) for n, pool in zip(need, self.pools)]
         if any(short):
-            for pool, gone in zip(self.pools, self.index.evict(short, [pool.unused for pool in self.pools])):
-                pool.unpublish(gone)
-                self.evictions += len(gone)
+            for g, gone in enumerate(self.index.evict(short, [pool.unused for pool in self.pools])):
+                self.pools[g].unpublish(gone)
+                self.evicted[g] += len(gone)
         assert all(pool.free >= n for n, pool in zip(need, self.pools)), "the index freed less than it holds unused"
 
     def commit(self, request: CacheRequest, n: int) -> None:
@@ -374,10 +384,18 @@ class BlockKVCache(KVCache):
             pool.peak = pool.live
 
     def _clear_counters(self) -> None:
-        self.hit_tokens = self.evictions = self.copies.count = 0
+        self.hit_tokens = self.copies.count = 0
+        self.evicted = [0] * len(self.pools)  # blocks, per layer group
+
+    @property
+    def evictions(self) -> int:
+        return sum(self.evicted)
 
     def stats(self) -> CacheStats:
         return audit.stats(self)
+
+    def tensors(self):
+        return iter(()) if self.storage is None else self.storage.tensors()
 
     def check(self) -> None:
         audit.check(self)

@@ -40,7 +40,14 @@ class CacheRequest(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one composition, as `conflicts` sees them."""
+    """The parts of one composition, as `conflicts` sees them.
+
+    Attributes:
+        layers: all of the model's; max_len: longest request in tokens; block_size: slots of a block.
+        stored: what the codec that is asked has to store: each layer and kind ("k" or "v"), and the size of a vector.
+            For the codec of the composition that is all there is, for one within it only what that one serves.
+        codec_key: where the codec that is asked stands in the config, for messages.
+    """
 
     layout: Layout
     index: PrefixIndex
@@ -49,10 +56,18 @@ class Parts:
     codec: Codec
     layers: tuple[LayerSpec, ...]
     max_len: int
+    block_size: int
+    stored: tuple[tuple[LayerSpec, str, int], ...]
+    codec_key: str = "cache.codec"
+
+    def choose_codec(self, name: str) -> str:
+        """The override that puts another codec in the place of the one that is asked."""
+        group = "cache/codec"
+        return f"{group}={name}" if self.codec_key == group.replace("/", ".") else f"{group}@{self.codec_key}={name}"
 
 
 class Part(ABC):
-    """Base of every part.
+    """Base of every part. A part that is given a value which cannot be raises `kvframe.errors.OptionError`.
 
     Attributes:
         exact: True when the part never changes an output token (see docs/architecture.md).
@@ -69,8 +84,13 @@ class Layout(Part):
     """How a request gets slots: a rule for the size of a block."""
 
     @abstractmethod
-    def block_size(self, max_len: int) -> int:
-        """Slots per block for requests of at most `max_len` tokens."""
+    def block_size(self, max_len: int, unit: int = 1) -> int:
+        """Slots per block for requests of at most `max_len` tokens.
+
+        Under a codec that seals, `unit` tokens are whole groups everywhere, and blocks of less than `max_len` must hold
+        whole units. A size that the layout chooses by itself does; one that a user chose is answered as it is, and the
+        cache refuses it where it does not fit.
+        """
 
 
 class Retention(Part):
@@ -266,7 +286,8 @@ class Codec(Part):
     plain: bool = False
 
     def for_layer(self, layer: LayerSpec, kind: str) -> Codec:
-        """The codec of one layer and kind ("k" or "v"); mixed-precision codecs answer another codec here."""
+        """The codec of one layer and kind ("k" or "v"); mixed-precision codecs answer another codec here. There is an
+        answer for every layer; one that cannot be served is a conflict."""
         return self
 
     @abstractmethod
@@ -425,6 +446,10 @@ class KVCache(ABC):
 
     @abstractmethod
     def stats(self) -> CacheStats: ...
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor in which it keeps keys and values, for people who count bytes."""
+        return iter(())
 
     @abstractmethod
     def check(self) -> None:

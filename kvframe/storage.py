@@ -163,14 +163,20 @@ class Storage:
         groups = tuple(GroupPlan(next(tensors), next(tensors), next(tensors)) for _ in plan.groups)
         return StepPlan(positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan)
 
+    def planes(self):
+        """Every plane once, the null blocks included."""
+        for layer in self.layers:
+            if layer.spec.kv_source is None:
+                yield from (*layer.k.values(), *layer.v.values())
+
+    def tensors(self):
+        """Planes and tails."""
+        yield from self.planes()
+        yield from (tail.plane for tail in self.tails())
+
     def nbytes(self) -> int:
-        """Bytes of all planes, the null blocks included; tails are not in it."""
-        return sum(
-            plane.nbytes
-            for layer in self.layers
-            if layer.spec.kv_source is None
-            for plane in (*layer.k.values(), *layer.v.values())
-        )
+        """Bytes of all planes; tails are not in it."""
+        return sum(plane.nbytes for plane in self.planes())
 
     def poison(self, group: int, blocks: np.ndarray) -> None:
         """Fills blocks with NaN (or -128): what nobody should read must not go unnoticed. For tests."""
