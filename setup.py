@@ -17,5 +17,5 @@ setup(
         *(f"kvframe_plugins.{name}" for name in find_packages("plugins")),
     ],
     package_dir={"kvframe_plugins": "plugins", "kvframe.conf": "conf"},
-    package_data={"": ["*.yaml", "*.md", "*.html"]},
+    package_data={"": ["*.yaml", "*.md", "*.html"], "kvframe.scaffold": ["*/*"]},
 )

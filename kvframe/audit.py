@@ -32,9 +32,16 @@ def stats(cache: BlockKVCache) -> CacheStats:
                 tail=cache.tail_bytes[g] * running,
                 peak=pool.peak * size,
                 tail_pool=cache.tail_bytes[g] * cache.context.max_requests,
+                evictions=cache.evicted[g],
             )
         )
-    return CacheStats(tuple(groups), cache.hit_tokens, cache.evictions, cache.copies.count)
+    return CacheStats(tuple(groups), cache.hit_tokens, cache.evictions, cache.copies.count, *cache.peak)
+
+
+def held(cache: BlockKVCache) -> tuple[int, int]:
+    """Bytes that requests hold now, blocks and tails of all layer groups together, and what of it are tails."""
+    tail = sum(cache.tail_bytes) * len(list(cache.tables.all()))
+    return sum(pool.live * size for pool, size in zip(cache.pools, cache.block_bytes)) + tail, tail
 
 
 def used_slots(cache: BlockKVCache, g: int, unit: int = 1) -> int:
@@ -69,6 +76,8 @@ def check(cache: BlockKVCache) -> None:
     """Raises AssertionError when references, tables, pools and the index do not explain each other."""
     rows = [held.row for held in cache.tables.all()] + cache.tables.free_rows()
     assert sorted(rows) == list(range(cache.tables.num_rows)), "a row has two holders, or none and is not free"
+    _check_tails(cache)
+    _check_promises(cache)
     for g, pool in enumerate(cache.pools):
         held = np.zeros(pool.num_blocks + 1, dtype=np.int64)
         helds = list(cache.tables.all())
@@ -79,6 +88,23 @@ def check(cache: BlockKVCache) -> None:
         pool.check(held)
         published = np.sort(cache.index.published(g))
         assert np.array_equal(published, np.flatnonzero(pool.published)), "index and pool disagree on what is published"
+
+
+def _check_tails(cache: BlockKVCache) -> None:
+    """Copies of tails wait for running requests only, and there are none without a codec that seals."""
+    waiting, running = cache.copies.rows, {held.row for held in cache.tables.all()}
+    assert set(waiting) <= running, "a copy of a tail waits for a row that no request holds"
+    assert set(waiting.values()) <= set(range(cache.tables.num_rows)), "a tail would be copied from a row that is none"
+    assert cache.sealed or not waiting, "a copy of a tail waits, and nothing is sealed"
+
+
+def _check_promises(cache: BlockKVCache) -> None:
+    """Promises are those of running requests. All together they may be more than free and cached blocks: later
+    admissions respect a promise, and requests that outgrow theirs do not (see docs/architecture.md)."""
+    for g, pool in enumerate(cache.pools):
+        promises = [held.promise[g] for held in cache.tables.all()]
+        assert all(0 <= n <= pool.num_blocks for n in promises), "a promise that cannot be kept, or was kept twice"
+        assert sum(promises) == cache.tables.promised(g), "somebody is promised blocks who is not running"
 
 
 def _check_tables(cache: BlockKVCache, g: int, helds: list[Held]) -> np.ndarray:

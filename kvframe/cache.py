@@ -244,6 +244,7 @@ class BlockKVCache(KVCache):
                 self.copies.add(g, source, int(block[0]), m)
         self.tables.lengths[held.row] = match.n_tokens
         self.hit_tokens += match.n_tokens
+        self._look()
         return match.n_tokens
 
     def grow(self, request: CacheRequest, n: int) -> bool:
@@ -270,6 +271,7 @@ class BlockKVCache(KVCache):
                 self.tables.replace(held, g, first, int(fresh[0]))
                 fresh = fresh[1:]
             self.tables.extend(held, g, fresh)
+        self._look()
         return True
 
     def _make_free(self, need: Sequence[int]) -> None:
@@ -328,6 +330,7 @@ class BlockKVCache(KVCache):
         for g, pool in enumerate(self.pools):
             pool.drop(self.tables.view(held, g))
         self.tables.close(request.id)
+        self.copies.forget_row(held.row)
         self.copies.forget_unused()
 
     def fork(self, parent: CacheRequest, child: CacheRequest) -> None:
@@ -343,6 +346,7 @@ class BlockKVCache(KVCache):
         self.tables.lengths[held.row] = self.tables.lengths[source.row]
         if self.tables.lengths[held.row] % self.unit:  # some group is open
             self.copies.add_row(source.row, held.row)
+        self._look()
 
     def truncate(self, request: CacheRequest, length: int) -> int:
         held = self.tables[request.id]
@@ -386,6 +390,11 @@ class BlockKVCache(KVCache):
     def _clear_counters(self) -> None:
         self.hit_tokens = self.copies.count = 0
         self.evicted = [0] * len(self.pools)  # blocks, per layer group
+        self.peak = audit.held(self)
+
+    def _look(self) -> None:
+        """Called whenever something was taken: what is given back within a step was there too."""
+        self.peak = max(self.peak, audit.held(self))
 
     @property
     def evictions(self) -> int:
@@ -416,6 +425,8 @@ class BlockKVCache(KVCache):
         storage = self.storage.layers[layer]
         if storage.spec.kv_source is None:
             storage.kernel.store(k, v, storage, plan)
-        if not storage.sink_queries:
-            return storage.kernel.attend(q, storage, plan)
-        return storage.kernel.attend(q, storage, plan, self.storage.sink_query(q, storage, plan))
+        second = (self.storage.sink_query(q, storage, plan),) if storage.sink_queries else ()
+        out = storage.kernel.attend(q, storage, plan, *second)
+        if storage.last_reader:
+            storage.forget_raw()
+        return out

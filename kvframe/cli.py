@@ -16,6 +16,7 @@ from kvframe import __version__
 from kvframe.commands import COMMANDS, Command
 from kvframe.errors import ConfigError, KVFrameError
 from kvframe.jobs import OutputClosed, Run, Sweep
+from kvframe.plugins import insist
 
 # Hydra's flags that take a value of their own
 _WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp", "--config-name", "-cn"}
@@ -60,9 +61,8 @@ def _dispatch(argv: list[str]) -> int:
         fix = f"kvframe {close[0]} ..." if close else "kvframe --help"
         raise ConfigError(f"there is no command {name!r}", options=nearest(name, COMMANDS), fix=fix)
     command = COMMANDS[name]
-    if "--plugins" in arguments:
-        arguments = [a if a != "--plugins" else "plugins=true" for a in arguments]
-    overrides, flags = split(arguments, command)
+    overrides, flags = split(list(command.overrides(arguments, _WITH_VALUE)), command)
+    insist(overrides)
     if {"--help", "-h"} & set(flags):
         from kvframe.help import command_help
 

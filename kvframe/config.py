@@ -12,6 +12,7 @@ Importing this module puts the config folders of all plugins on Hydra's search p
 from __future__ import annotations
 
 import logging
+import pkgutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,15 +26,16 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.version import VersionBase, setbase
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from kvframe.configfiles import ConfigFile, ConfigFolder
-from kvframe.create import create, nearest
+from kvframe.create import check, create, nearest
 from kvframe.errors import ConfigError, KVFrameError
 from kvframe.explain import explain
 from kvframe.overrides import quote
-from kvframe.plugins import plugins
+from kvframe.plugins import insist, plugins
+from kvframe.watching import Watchers
 
 if TYPE_CHECKING:
     from kvframe.engine import Engine
@@ -72,6 +74,7 @@ def compose(overrides: Iterable[str] = (), config_name: str = "generate") -> Dic
     if isinstance(overrides, str):
         raise ConfigError(f"compose({overrides!r}) is one text", fix=f"compose([{overrides!r}])")
     overrides = quote(overrides)
+    insist(overrides)
     try:
         cfg = hydra_config(overrides, config_name)
     except KVFrameError:
@@ -147,24 +150,28 @@ def build(cfg: DictConfig) -> Engine:
         ConfigError: a parameter that does not exist or a value that cannot work; IncompatibleCacheError,
         CapacityError, UnsupportedModelError, MissingPackageError: see kvframe.errors.
     """
+    watchers = build_watchers(cfg)
     kernels = build_kernels(cfg)
     warming = _warm(kernels, plain(cfg, "model"))
-    made = build_engine(cfg, build_model(cfg), kernels)
+    made = build_engine(cfg, build_model(cfg), kernels, watchers)
     for thread in warming:
         thread.join()
     made.warm()
     return made
 
 
-def build_engine(cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | None = None) -> Engine:
+def build_engine(
+    cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | None = None, watchers: Watchers | None = None
+) -> Engine:
     """Cache and engine of a config around a model that exists already, not warmed up; engines may share a model.
-    kernels: built from the config when None. Errors as in `build`."""
+    kernels, watchers: built from the config when None. Errors as in `build`."""
     from kvframe.engine import Engine
 
     context = cache_context(cfg, model, kernels)
     engine = plain(cfg, "engine")
     engine["max_len"] = context.max_len
-    return Engine(model, build_cache(cfg, context), **engine, hooks=plugins().manager.hook)
+    watchers = build_watchers(cfg) if watchers is None else watchers
+    return Engine(model, build_cache(cfg, context), **engine, hooks=watchers)
 
 
 def _warm(kernels: Iterable[Kernel], model: dict) -> list[threading.Thread]:
@@ -180,6 +187,31 @@ def _warm(kernels: Iterable[Kernel], model: dict) -> list[threading.Thread]:
 def build_model(cfg: DictConfig) -> Any:
     """The model that `cfg.model` describes (a kvframe.hf.HFModel)."""
     return create(_chosen(cfg, "model"), "model")
+
+
+def build_skeleton(cfg: DictConfig) -> Any:
+    """The model that `cfg.model` describes without weights: for what is asked of its layers, lengths and bytes.
+
+    A `_target_` names its counterpart without weights, which takes the same arguments, in an attribute `skeleton`
+    (a path like a `_target_`). Of one that has none the model itself is built.
+    """
+    node = _chosen(cfg, "model").copy()  # a copy keeps its parent, so interpolations still resolve
+    check(node, "model")
+    made = getattr(pkgutil.resolve_name(node["_target_"]), "skeleton", None) if "_target_" in node else None
+    if made is not None:
+        with open_dict(node):
+            node["_target_"] = made
+    return create(node, "model")
+
+
+def build_workload(cfg: DictConfig) -> Any:
+    """The workload that `cfg.workload` describes (a kvframe.workloads.workload.Workload)."""
+    return create(_chosen(cfg, "workload"), "workload")
+
+
+def build_baseline(cfg: DictConfig) -> Any:
+    """The baseline that `cfg.baseline` describes (a kvframe.comparison.baselines.Baseline)."""
+    return create(_chosen(cfg, "baseline"), "baseline")
 
 
 def cache_context(cfg: DictConfig, model: Any, kernels: tuple[Kernel, ...] | None = None) -> CacheContext:
@@ -237,6 +269,20 @@ def build_kernels(cfg: DictConfig) -> tuple[Kernel, ...]:
     return tuple(kernels)
 
 
+def build_watchers(cfg: DictConfig) -> Watchers:
+    """Who watches an engine of this config: every plugin, and what `cfg.watch` describes, a watcher under each name."""
+    nodes = cfg.get("watch") or {}
+    if "_target_" in nodes:  # a file that does not say `# @package watch.NAME`
+        nodes = {"watch": nodes}
+    own = {}
+    for name, node in nodes.items():
+        if not OmegaConf.is_dict(node) or "_target_" not in node:
+            valid = groups().get("watch", [])
+            raise ConfigError(f"watch.{name}={node} is not a watcher", options=valid, fix="watch=NAME")
+        own[name] = create(node, f"watch.{name}")
+    return Watchers(plugins().manager, own)
+
+
 def _chosen(cfg: DictConfig, group: str) -> DictConfig:
     """The config of a group, after a look at its parts: `cache.layout=paged` sets a value where a part belongs."""
     for name, options in groups().items():
@@ -256,7 +302,7 @@ def _chosen(cfg: DictConfig, group: str) -> DictConfig:
 
 def _without_priority(node: DictConfig) -> DictConfig:
     node = node.copy()  # a copy keeps its parent, so interpolations still resolve
-    with open_dict(node):
+    with read_write(node), open_dict(node):
         node.pop("priority", None)
     return node
 

@@ -9,12 +9,14 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvframe.errors import PluginError
 
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w-]*):(?P<value>.*)$")
+_PACKAGE = re.compile(r"\A(?:#.*\n)*?# *@package +(?P<package>\S+)")
 _COMMENT = re.compile(r"(?:^|\s)#\s*(?P<text>.*)$")
 
 
@@ -36,6 +38,12 @@ class ConfigFile:
         """The comment lines at the head of the file, less Hydra's directives."""
         lines = itertools.takewhile(lambda line: line.startswith("#"), self.text.splitlines())
         return [line.removeprefix("#").removeprefix(" ").rstrip() for line in lines if not line.startswith("# @")]
+
+    @property
+    def package(self) -> str | None:
+        """Where its keys stand, if the file says so itself (`# @package a.b`): "" is the root."""
+        match = _PACKAGE.search(self.text)
+        return None if match is None else match["package"].replace("_global_", "")
 
     @property
     def headline(self) -> str:
@@ -68,9 +76,16 @@ class ConfigFolder:
     @property
     def root(self):
         """The folder as a pathlib-like object."""
-        if self.path.startswith("pkg://"):
-            return resources.files(self.path.removeprefix("pkg://").replace("/", ".").rstrip("."))
-        return Path(self.path.removeprefix("file://"))
+        if not self.path.startswith("pkg://"):
+            return Path(self.path.removeprefix("file://"))
+        package = self.path.removeprefix("pkg://").replace("/", ".").rstrip(".")
+        spec = find_spec(package)  # imports the packages above it, and not itself
+        place = next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
+        if place is not None and Path(place).is_dir():
+            return Path(place)
+        from importlib import resources  # a zip file, or whatever else a loader knows
+
+        return resources.files(package)
 
     @property
     def url(self) -> str:
@@ -92,12 +107,20 @@ class ConfigFolder:
 
     def walk(self, group: str = "") -> Iterator[ConfigFile]:
         """Every YAML file below `group`."""
+        for where, entry in self._files(group):
+            text = entry.read_text(encoding="utf-8")
+            yield ConfigFile(where, entry.name.removesuffix(".yaml"), self.provider, text)
+
+    def names(self) -> list[str]:
+        """The paths of all YAML files, e.g. "cache/layout/mine.yaml"; nothing is read."""
+        return [f"{group}/{entry.name}" if group else entry.name for group, entry in self._files("")]
+
+    def _files(self, group: str) -> Iterator[tuple[str, Any]]:
         folder = self.root.joinpath(*group.split("/")) if group else self.root
         if not folder.is_dir():
             return
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if entry.is_dir() and not entry.name.startswith(("_", ".")):
-                yield from self.walk(f"{group}/{entry.name}" if group else entry.name)
+                yield from self._files(f"{group}/{entry.name}" if group else entry.name)
             elif entry.name.endswith(".yaml"):
-                text = entry.read_text(encoding="utf-8")
-                yield ConfigFile(group, entry.name.removesuffix(".yaml"), self.provider, text)
+                yield group, entry

@@ -25,7 +25,8 @@ class Copies:
 
     Attributes:
         count: copies of blocks that were handed to a plan since the last reset of the counters.
-        rows: copies of tails that wait for the next plan: destination row -> source row, whoever holds it by now.
+        rows: copies of tails that wait for the next plan: destination row, of a running request -> source row, whoever
+            holds it by now.
         tails: int64 [C, 2] (source row, destination row) for the plan that took its copies last.
     """
 
@@ -54,6 +55,10 @@ class Copies:
             fork 3 -> 5, 3 ends and its row becomes a child's: fork 7 -> 3        (3, 5), (7, 3)
         """
         self.rows[destination] = self.rows.get(source, source)
+
+    def forget_row(self, row: int) -> None:
+        """The request of a row has ended: what waits to be copied into it is not needed."""
+        self.rows.pop(row, None)
 
     def take(self) -> list[Copy]:
         """What the plan that is made now has to run; its copies of tails are in `tails`."""

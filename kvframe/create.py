@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvframe.errors import ConfigError, KVFrameError, MissingPackageError
+from kvframe.errors import ConfigError, KVFrameError, MissingPackageError, OptionError
 
 _SPECIAL = {"_target_", "_convert_", "_recursive_", "_partial_", "_args_"}
 
@@ -35,6 +35,8 @@ def create(node: DictConfig, key: str, **passed: Any) -> Any:
         return instantiate(node, _convert_="all")
     except Exception as error:
         cause = _root(error)
+        if isinstance(cause, OptionError):
+            raise cause.at(_failing(node, key)) from cause.__cause__
         if isinstance(cause, KVFrameError):
             raise cause from cause.__cause__
         where = f"{key} ({node.get('_target_')})"
@@ -107,6 +109,19 @@ def nearest(name: str, options: Iterable[str]) -> list[str]:
     options = list(options)
     close = resembling(name, options)
     return [*close, *(option for option in options if option not in close)]
+
+
+def _failing(node: Any, key: str) -> str:
+    """The key of the innermost part that cannot be built. Parts within a part are built first, so each can be tried."""
+    names = node if OmegaConf.is_dict(node) else range(len(node))
+    for name in names:
+        if name in _SPECIAL or not OmegaConf.is_config(node[name]):
+            continue
+        try:
+            instantiate(node[name], _convert_="all")
+        except Exception:
+            return _failing(node[name], f"{key}[{name}]" if OmegaConf.is_list(node) else f"{key}.{name}")
+    return key
 
 
 def _root(error: BaseException) -> BaseException:

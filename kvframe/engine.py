@@ -21,7 +21,7 @@ from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 from kvframe.text import TextCodec
 from kvframe.threads import Threads
-from kvframe.types import Request, SamplingParams
+from kvframe.types import CacheStats, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Engine:
         text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
         self.intake = Intake(model, cache, text, max_len, seed, self._live)
         self._done: list[Event] = []  # events that are known before a step
+        self._evicted: list[int] = []  # per layer group: evictions that were told
         self.packed_bytes = model.pack_weights() if pack_weights else 0
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -177,9 +178,11 @@ class Engine:
         self.clock.stepped()
         seconds, stats = self.clock.now() - began, self.cache.stats()
         self.meter.step(seconds, len(tokens), stats)
+        step = self.meter.steps - 1
+        if stats.evictions and self.hooks is not None:
+            self._watch_evictions(step, stats)
         if ready:
             self._sample(logits, [batch[i][0] for i in ready])
-        step = self.meter.steps - 1
         self._watch("kvframe_on_step", step=step, requests=len(batch), tokens=len(tokens), seconds=seconds, stats=stats)
 
     def _watch(self, hook: str, **facts) -> None:
@@ -190,6 +193,19 @@ class Engine:
             getattr(self.hooks, hook)(**facts)
         except Exception:
             log.exception("a plugin failed in %s; the engine goes on", hook)
+
+    def _watch_evictions(self, step: int, stats: CacheStats) -> None:
+        """Tells the plugins which blocks went since they were told last."""
+        before = self._evicted or [0] * len(stats.groups)
+        self._evicted = [group.evictions for group in stats.groups]
+        blocks, nbytes = {}, 0
+        for group, told in zip(stats.groups, before):
+            gone = group.evictions - told if group.evictions >= told else group.evictions  # counters were set back
+            if gone:
+                blocks[group.name] = blocks.get(group.name, 0) + gone
+                nbytes += gone * group.block_bytes
+        if blocks:
+            self._watch("kvframe_on_evict", step=step, blocks=blocks, nbytes=nbytes, reason="eviction")
 
     def _sample(self, logits, sequences: list[Sequence]) -> None:
         """Chooses a token per sequence. The samples of a request fork here, from one row of logits."""
@@ -267,6 +283,7 @@ class Engine:
         if self.has_work:
             raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
         self.cache.start_run()
+        self._evicted = []
         self.clock.start()
         self.meter.start()
         named = self.intake.named(requests)

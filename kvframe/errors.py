@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class KVFrameError(Exception):
@@ -26,6 +27,39 @@ class KVFrameError(Exception):
 
 class ConfigError(KVFrameError):
     """A config names something that does not exist or has a value that cannot work."""
+
+
+class OptionError(ConfigError):
+    """A value that an option of a part cannot have.
+
+    A part does not know where in a config it stands; `create` does, and puts that key in front.
+
+    Args:
+        option, value: the name of the parameter, and what it was given.
+        why: the rest of the sentence.
+        options: the valid values.
+        fix: what to type instead; `{name}` in it stands for the option's name, key and all.
+        key: where the part stands; empty: not known.
+    """
+
+    def __init__(
+        self,
+        option: str,
+        value: Any,
+        why: str = "cannot be used",
+        *,
+        options: Iterable[str] = (),
+        fix: str | None = None,
+        key: str = "",
+    ):
+        name = f"{key}.{option}" if key else option
+        options = tuple(options)
+        self._given = {"option": option, "value": value, "why": why, "options": options, "fix": fix}
+        super().__init__(f"{name}={value!r} {why}", options=options, fix=fix and fix.replace("{name}", name))
+
+    def at(self, key: str) -> OptionError:
+        """The same error of a part that stands at this key, e.g. "cache.codec"."""
+        return OptionError(**self._given, key=key)
 
 
 class IncompatibleCacheError(KVFrameError):

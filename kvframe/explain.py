@@ -32,12 +32,16 @@ def explain(
     """
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"a config file is not YAML: {' '.join(str(error).split())}")
+    if isinstance(error, ValueError) and "Config group override must be" in str(error):
+        for group, _, value in (override.lstrip("+").partition("=") for override in overrides):
+            if group in groups and value == "null":
+                return ConfigError(f"{group}=null names no option", options=groups[group], fix=f"leave {group} out")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return error
     if isinstance(error, OverrideParseException) or "token recognition error" in str(error):
         return _unreadable(error, overrides)
     if isinstance(error, MissingConfigException):
-        return _missing(error)
+        return _missing(error, groups)
     text = str(error)
     sweep = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(?P<override>.*?)'", text, re.DOTALL)
     if sweep:
@@ -68,11 +72,11 @@ def _unreadable(error: Exception, overrides: list[str]) -> ConfigError:
     return ConfigError(f"the override {override!r} cannot be read: {' '.join(lines)}", fix=fix)
 
 
-def _missing(error: MissingConfigException) -> ConfigError:
+def _missing(error: MissingConfigException, groups: dict[str, list[str]]) -> ConfigError:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     if not group:
         return ConfigError(f"there is no config {name!r}", fix="see kvframe --help for the commands")
-    options = nearest(name, error.options or ())
+    options = nearest(name, error.options or groups.get(group, ()))  # of one in a list Hydra does not say
     close = resembling(name, options)
     fix = f"{group}={close[0]}" if close else "one of the names above, or install the plugin that brings it"
     return ConfigError(f"{group}={name} does not exist", options=options, fix=fix)
@@ -108,6 +112,10 @@ def _unknown(key: str, overrides, recompose, groups) -> ConfigError:
     deeper = [f"{top}.{name}" for top in names if not path and OmegaConf.is_dict(node[top]) and name in node[top]]
     close, names = deeper or resembling(name, names), nearest(name, names)
     where = path.rstrip(".") or "the config"
+    if name in groups.get(where.replace(".", "/"), ()):  # of an option that was not chosen
+        group = where.replace(".", "/")
+        absent = f"{where} has no key {name!r}, since {group}={name} is not chosen"
+        return ConfigError(absent, fix=f"{group}={name} {override}")
     if not names:
         return ConfigError(
             f"{where} has no key {name!r}; what is chosen there takes no parameters", fix=f"leave {key} out"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -51,11 +52,10 @@ def command_help(command: Command, overrides: list[str] = ()) -> str:
     if groups:
         lines += ["", "groups (choose with GROUP=OPTION; * is chosen):"]
     for group, names in sorted(groups.items()):
-        marked = ", ".join(f"{name}*" if chosen.get(group) == name else name for name in sorted(names))
+        marked = ", ".join(f"{name}*" if name in _options(chosen.get(group)) else name for name in sorted(names))
         lines.append(f"  {group:<16} {marked}")
     lines += ["", "keys (set with KEY=VALUE):"]
-    for package, file in sorted(sections, key=lambda section: section[0] != ""):  # the command's own keys first
-        lines += _keys(package, file)
+    lines += _keys(sections, primary)
     lines += ["", "flags:", *(f"  {flag:<18} {text}" for flag, text in _FLAGS)]
     return "\n".join(lines)
 
@@ -65,43 +65,89 @@ def _files() -> dict[str, ConfigFile]:
 
 
 def _collect(files, file: ConfigFile, package: str, choices, chosen, sections) -> None:
-    """Follows the defaults lists: `base/x`, `group: option`, `/base/x@_here_`, `_self_`."""
+    """Follows the defaults lists: `name`, `base/x`, `/base/x@_here_`, `group: option`, `group: [option, option]`,
+    `/group@package: option`, `override group: option`, `_self_`."""
     content = yaml.safe_load(file.text) or {}
     defaults = content.get("defaults", [])
-    for entry in defaults if "_self_" in defaults else [*defaults, "_self_"]:
-        if entry == "_self_":
-            if not file.group.startswith("base") or package:
-                sections.append((package, file))
-        elif isinstance(entry, str):
-            path = entry.split("@")[0]
-            path = path[1:] if path.startswith("/") else "/".join(filter(None, (file.group, path)))
-            if f"{path}.yaml" in files:
-                _collect(files, files[f"{path}.yaml"], package if "@_here_" in entry else "", choices, chosen, sections)
+    own = {_group(file, name)[0]: option for name, option, override in _entries(defaults) if override}
+    choices = {**own, **choices}  # whoever is further out has the last word
+    for name, option, override in _entries(defaults if "_self_" in defaults else [*defaults, "_self_"]):
+        if name == "_self_":
+            sections.append((package, file))
+        elif option is None and not override:
+            path, place = _group(file, name)
+            near = place == "_here_" or path.rpartition("/")[0] == file.group
+            _follow(files, path, package if near else "", choices, chosen, sections)
+        elif not override:
+            group, place = _group(file, name)
+            inner = f"{package}.{place}" if place else group.replace("/", ".")
+            option = choices.get(f"{group}@{inner}" if place else group, option)
+            if not place:
+                chosen[group] = option
+            for one in _options(option):
+                _follow(files, f"{group}/{one}", inner, choices, chosen, sections)
+
+
+def _follow(files, path: str, package: str, choices, chosen, sections) -> None:
+    file = files.get(f"{path}.yaml")
+    if file is not None:
+        said = file.package
+        _collect(files, file, package if said is None else said, choices, chosen, sections)
+
+
+def _entries(defaults: list) -> Iterator[tuple[str, Any, bool]]:
+    """(group or name, option, is it an override) of each entry of a defaults list; option None where it is a name."""
+    for entry in defaults:
+        if isinstance(entry, str):
+            yield entry, None, False
         else:
             for name, option in entry.items():
-                if str(name).startswith("override"):
-                    continue
-                group = "/".join(filter(None, (file.group, name)))
-                option = choices.get(group, option)
-                chosen[group] = option
-                if f"{group}/{option}.yaml" in files:
-                    _collect(files, files[f"{group}/{option}.yaml"], group.replace("/", "."), choices, chosen, sections)
+                words = str(name).split()
+                yield words[-1], "null" if option is None else option, "override" in words
 
 
-def _keys(package: str, file: ConfigFile) -> list[str]:
-    content: dict[str, Any] = yaml.safe_load(file.text) or {}
+def _group(file: ConfigFile, name: str) -> tuple[str, str]:
+    """The group (or the file) that a name in a defaults list means, from the root, and what stands behind its @."""
+    path, _, place = name.partition("@")
+    return (path[1:] if path.startswith("/") else "/".join(filter(None, (file.group, path)))), place
+
+
+def _options(option: Any) -> list[str]:
+    """What `group=option` and `group=[option,option]` name."""
+    if isinstance(option, list):
+        return [str(one) for one in option]
+    return [one.strip() for one in str(option).strip("[]").split(",")]
+
+
+def _keys(sections: list[tuple[str, ConfigFile]], primary: ConfigFile) -> list[str]:
+    """A line per key, the command's own first. What a later file sets anew is shown with its value."""
+    shown: dict[str, tuple[tuple, Any, str]] = {}  # key -> (place, value, comment)
+    for package, file in sections:
+        content, comments = yaml.safe_load(file.text) or {}, file.comments()
+        place = package != "", file is not primary
+        for key, value in content.items():
+            if key in ("defaults", "hydra", "auto", "priority") or key.startswith("_"):
+                continue
+            full = f"{package}.{key}" if package else key
+            for name, one in _leaves(full, value, shown).items():
+                before = shown.get(name, (place, None, ""))
+                shown[name] = before[0], one, comments.get(key) or before[2]
     width = max(80, min(shutil.get_terminal_size((120, 20)).columns, 140))
     lines = []
-    for key, comment in file.comments().items():
-        if key in ("defaults", "hydra", "auto", "priority") or key.startswith("_"):
-            continue
-        value = content.get(key)
-        shown = f"{package}.{key}" if package else key
-        shown += f"={_value(value)}"
-        lines += textwrap.wrap(comment, width, initial_indent=f"  {shown:<36} ", subsequent_indent=" " * 39) or [
-            f"  {shown}"
-        ]
+    for key, (_, value, comment) in sorted(shown.items(), key=lambda item: item[1][0]):
+        text = f"  {key}={_value(value)}"
+        lines += textwrap.wrap(comment, width, initial_indent=f"{text:<38} ", subsequent_indent=" " * 39) or [text]
     return lines
+
+
+def _leaves(key: str, value: Any, known: dict) -> dict[str, Any]:
+    """A mapping that sets keys which are there already (`layout: {block_size: 32}`) key by key; else the key itself."""
+    if not isinstance(value, dict) or key in known or not any(name.startswith(f"{key}.") for name in known):
+        return {key: value}
+    found: dict[str, Any] = {}
+    for name, inner in value.items():
+        found |= _leaves(f"{key}.{name}", inner, known)
+    return found
 
 
 def _value(value: Any) -> str:

@@ -10,7 +10,7 @@ The smallest one is a module with one hook, and a folder of YAML files beside it
     # kvframe_mycache/__init__.py
     from kvframe.hookspecs import hookimpl
 
-    api = 1  # optional: the kvframe.interfaces.API that it was written for
+    api = 1  # the version of kvframe.interfaces that it was written for; optional
 
     @hookimpl
     def kvframe_config_path():
@@ -21,8 +21,25 @@ The smallest one is a module with one hook, and a folder of YAML files beside it
 
     $ kvframe generate cache/codec=mycodec prompt="Once upon a time"
 
+A preset may build on one that is there, whoever brings it:
+
+    # kvframe_mycache/conf/cache/mine.yaml
+    defaults:
+      - radix
+      - override codec: mycodec
+      - _self_
+    memory: 2GiB
+
 Keep the module light (no torch): it is loaded at every start. The parts that its YAML files name are imported when
 they are built. A hook may leave out arguments that it does not need.
+
+Who only wants to watch some engines brings an object instead, with the hooks as methods, and a file in `conf/watch`:
+
+    # kvframe_mycache/conf/watch/mywatch.yaml
+    # @package watch.mywatch
+    _target_: kvframe_mycache.watch.MyWatch
+
+    $ kvframe generate watch=mywatch prompt="Once upon a time"
 """
 
 from __future__ import annotations
@@ -35,8 +52,10 @@ if TYPE_CHECKING:
     from kvframe.outputs import RequestOutput
     from kvframe.types import CacheStats
 
-hookspec = pluggy.HookspecMarker("kvframe")
-hookimpl = pluggy.HookimplMarker("kvframe")
+PROJECT = "kvframe"  # also the group of entry points
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
@@ -57,6 +76,19 @@ def kvframe_on_step(step: int, requests: int, tokens: int, seconds: float, stats
         requests, tokens: sequences that took part, and tokens that were computed.
         seconds: duration by the engine's clock.
         stats: the cache's bytes and counters after the step.
+    """
+
+
+@hookspec
+def kvframe_on_evict(step: int, blocks: dict[str, int], nbytes: int, reason: str) -> None:
+    """Cached blocks were given up to make room for a step. Called at most once per step, before `kvframe_on_step`,
+    and never for a step in which nothing went.
+
+    Args:
+        step: number of the step that needed the room.
+        blocks: layer group -> how many of its blocks went; groups that lost none are not in it.
+        nbytes: bytes of all these blocks.
+        reason: "eviction"; other reasons may come.
     """
 
 

@@ -6,6 +6,7 @@ An entry of a lineup is the name of a preset, a quoted text of overrides, or a n
 
 It is composed on top of the command's own overrides, of which it replaces those that set the same key: under
 `cache=A cache.memory=2GiB` the entry `B` is `cache=B cache.memory=2GiB`. The model is the command's, and there is one.
+A command may let entries name options of another group as well (`also`), which its config then holds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import gc
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,20 +46,23 @@ class Candidate:
     cfg: DictConfig
 
 
-def lineup(entries: Any, overrides: Iterable[str] | None = None, command: str = "evaluate") -> list[Candidate]:
+def lineup(
+    entries: Any, overrides: Iterable[str] | None = None, command: str = "evaluate", also: Sequence[str] = ()
+) -> list[Candidate]:
     """The candidates that a value of `caches` means, in its order.
 
     Args:
         entries: a list of entries, or a single one; None or "": every preset on the search path.
         overrides: the command's own, as a user writes them; None: those of the running job (see `own_overrides`).
         command: the primary config that is composed.
+        also: groups beside the presets' whose options an entry may name and set.
 
     Raises:
         ConfigError: an empty list, an entry that is no text, is there twice, names no preset or sets what it may not
-            or what does not exist. The message names the entry.
+            or what does not exist, or a name that is in two of the groups. The message names the entry.
     """
     own = own_overrides() if overrides is None else [o for o in quote(overrides) if _key(o) != KEY]
-    named = [(entry, _overrides(entry)) for entry in _entries(entries)]
+    named = [(entry, _overrides(entry, also)) for entry in _entries(entries)]
     return [Candidate(name, _compose(own, asked, command, name)) for name, asked in named]
 
 
@@ -92,7 +96,7 @@ def running(candidate: Candidate, model: Any, *, warm: bool = True) -> Iterator[
     try:
         engine = build_engine(candidate.cfg, model)
     except KVFrameError as error:
-        raise _named(candidate.name, error) from error
+        raise error_of(candidate.name, error) from error
     try:
         if warm:
             engine.warm()
@@ -139,29 +143,38 @@ def _entries(entries: Any) -> list[str]:
     return found
 
 
-def _overrides(entry: str) -> list[str]:
+def _overrides(entry: str, also: Sequence[str] = ()) -> list[str]:
     """The overrides that an entry stands for."""
     try:
         words = shlex.split(entry)
     except ValueError as error:
         raise ConfigError(f"{KEY}: {entry!r} cannot be read: {error}", fix="close the quotes") from error
     if words and "=" not in words[0] and not words[0].startswith("~"):
-        presets = groups()[PRESETS]
-        if words[0] not in presets:
-            valid = nearest(words[0], presets)
-            asked = f"{KEY}: {entry!r} names the preset {words[0]!r}, which does not exist"
-            raise ConfigError(asked, options=valid, fix=f"{KEY}=[{valid[0]}], or {_EXAMPLE}")
-        words[0] = f"{PRESETS}={words[0]}"
+        words[0] = f"{_group_of(words[0], entry, also)}={words[0]}"
     for word in words:
         if _OVERRIDE.fullmatch(word) is None:
             raise ConfigError(f"{KEY}: {entry!r} has {word!r}, which is not KEY=VALUE", fix=_EXAMPLE)
-        if not any(_within(_key(word), room) for room in ROOMS) or _key(word) == "engine.pack_weights":
+        if not any(_within(_key(word), room) for room in (*ROOMS, *also)) or _key(word) == "engine.pack_weights":
             raise ConfigError(
                 f"{KEY}: {entry!r} sets {_key(word)}, which all caches have in common",
-                options=[f"{room}..." for room in ROOMS],
+                options=[f"{room}..." for room in (*ROOMS, *also)],
                 fix=f"give {word} beside {KEY}, or run the command once for each value (-m)",
             )
     return words
+
+
+def _group_of(name: str, entry: str, also: Sequence[str]) -> str:
+    """The group that has an option of this name: the presets, or one of the others."""
+    options = {group: groups().get(group, []) for group in (PRESETS, *also)}
+    found = [group for group, names in options.items() if name in names]
+    if not found:
+        valid = nearest(name, dict.fromkeys(option for names in options.values() for option in names))
+        asked = f"{KEY}: {entry!r} names the preset {name!r}, which does not exist"
+        raise ConfigError(asked, options=valid, fix=f"{KEY}=[{valid[0]}], or {_EXAMPLE}")
+    if len(found) > 1:
+        meant = [f"'{group}={name}'" for group in found]
+        raise ConfigError(f"{KEY}: {entry!r} is an option of {' and of '.join(found)}", options=meant, fix=meant[0])
+    return found[0]
 
 
 def _key(override: str) -> str:
@@ -190,7 +203,7 @@ def _compose(own: list[str], asked: list[str], command: str, entry: str) -> Dict
         return _without_hydra(_composed([*kept, *asked], command))
     except KVFrameError as error:
         hint = f"under the command's own {' '.join(kept)}" if any(_within(_key(o), PRESETS) for o in kept) else ""
-        raise _named(entry, error, hint) from error
+        raise error_of(entry, error, hint) from error
 
 
 def _composed(overrides: list[str], command: str) -> DictConfig:
@@ -212,7 +225,7 @@ def _without_hydra(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def _named(entry: str, error: KVFrameError, hint: str = "") -> KVFrameError:
+def error_of(entry: str, error: KVFrameError, hint: str = "") -> KVFrameError:
     """The same error, with the entry that it came from at its head."""
     made = type(error).__new__(type(error))
     made.__dict__.update(error.__dict__)

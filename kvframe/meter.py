@@ -14,6 +14,25 @@ from kvframe.types import CacheStats
 KEPT = 100_000  # of the latest times, for percentiles
 
 
+class Peak:
+    """The most bytes that requests held at one moment.
+
+    Attributes:
+        total: blocks and tails of all layer groups together. tail: what of it were tails.
+
+    A cache that counts them itself (CacheStats.peak) misses nothing. Of another one only the moments at which somebody
+    looks are known: what a step takes and gives back before its end is not.
+    """
+
+    def __init__(self):
+        self.total = self.tail = 0
+
+    def look(self, stats: CacheStats) -> None:
+        tail = stats.total("tail")
+        now, counted = (stats.total("reserved") + tail, tail), (stats.peak, stats.peak_tail)
+        self.total, self.tail = max((self.total, self.tail), now, counted)
+
+
 class Meter:
     """Times, tokens and bytes of the run since `start`."""
 
@@ -26,6 +45,7 @@ class Meter:
         # sums over the steps, weighted by seconds
         self.seconds = self._reserved = self._used = self._tail = self._ratio = 0.0
         self._ttft, self._gaps = deque(maxlen=KEPT), deque(maxlen=KEPT)
+        self._peak = Peak()
         self._began = self._last = time.perf_counter()
 
     def step(self, seconds: float, computed: int, stats: CacheStats) -> None:
@@ -38,6 +58,7 @@ class Meter:
         self._used += seconds * used
         self._tail += seconds * stats.total("tail")
         self._ratio += seconds * used / reserved if reserved else 0.0
+        self._peak.look(stats)
 
     def token(self, gap: float | None) -> None:
         """A token came, `gap` seconds after the one before it in its sequence (None: the first one)."""
@@ -71,7 +92,8 @@ class Meter:
 
     def summary(self, stats: CacheStats) -> dict:
         """Counts and seconds of the run, and what the cache says at its end. Bytes are time-weighted means over the
-        steps, except peak and pool."""
+        steps, except peaks and pool."""
+        self._peak.look(stats)
         wall, weight = self._last - self._began, self.seconds or 1.0
         return {
             "requests": self.requests,
@@ -93,7 +115,8 @@ class Meter:
             "kv_bytes_tail": int(self._tail / weight),
             "utilization": self._ratio / weight,
             "preemptions": self.preemptions,
-            "kv_bytes_peak": stats.total("peak"),
+            "kv_bytes_peak": self._peak.total,
+            "tail_bytes_peak": self._peak.tail,
             "kv_bytes_pool": sum(g.num_blocks * g.block_bytes + g.tail_pool for g in stats.groups),
             "evictions": stats.evictions,
             "copies": stats.copies,

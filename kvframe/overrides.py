@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from kvframe.errors import ConfigError
 
 TEXT = {"prompt", "text"}  # taken as they are, whatever they are
-PATHS = {"prompts", "out", "plot", "trace", "model.name"}  # the same, but `null` means none
+PATHS = {"prompts", "out", "plot", "trace", "model.name", "workload.path"}  # the same, but `null` means none
 LISTS = {"sampling.stop"}  # a text, `null`, or a Hydra list of texts when it starts with [ and ends with ]
 TEXT_KEYS = TEXT | PATHS | LISTS
 

@@ -140,7 +140,8 @@ def check_out(path: Path, key: str = "out") -> Path:
 def check_ending(key: str, value: str | None, endings: Sequence[str]) -> None:
     """Refuses the name of a result file whose kind is not known. ConfigError with those that are."""
     if value and Path(value).suffix.lower() not in endings:
-        raise ConfigError(f"{key}={value} has the ending {Path(value).suffix!r}", options=endings)
+        fix = f"{key}={Path(value).stem or key}{endings[0]}"
+        raise ConfigError(f"{key}={value} has the ending {Path(value).suffix!r}", options=endings, fix=fix)
 
 
 def write_text(path: Path | str, text: str) -> Path:

@@ -53,16 +53,12 @@ def keepable(length: int, computed: int, sizes: Sequence[int]) -> int:
 
 
 def conflicts(parts: Parts) -> Iterator[str]:
-    """Reasons why a codec's groups do not fit the blocks. A block that holds a whole request is never shared, and what
-    is left at its end is never sealed, so there any size will do."""
-    size = parts.layout.block_size(parts.max_len)
-    if size < 1 or size >= parts.max_len:
-        return
-    for group in groups(parts.codec, parts.layers):
-        if size % group:
-            whole, fewer = math.ceil(size / group) * group, math.gcd(size, group)
-            smaller = f", or cache.codec.group={fewer}" if fewer > 1 else ""
-            yield (
-                f"the codec seals groups of {group} tokens, and blocks of {size} do not hold whole groups: "
-                f"cache.layout.block_size={whole}{smaller}"
-            )
+    """Why a codec's groups do not fit the blocks, if they do not. A block that holds a whole request is never shared,
+    and what is left at its end is never sealed, so there any size will do."""
+    size, found = parts.block_size, groups(parts.codec, parts.layers)
+    whole = math.lcm(*found)
+    if 1 <= size < parts.max_len and size % whole:
+        yield (
+            f"the codec seals groups of {' and '.join(map(str, found))} tokens, and blocks of {size} do not hold whole "
+            f"groups: cache.layout.block_size={math.ceil(size / whole) * whole}"
+        )

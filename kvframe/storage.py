@@ -35,6 +35,7 @@ class LayerStorage:
         learned_sinks: [Hq] logits, or None.
         kernel: the kernel that serves the layer.
         tail_k, tail_v: open groups where the codec seals, else None; shared with the source like the planes.
+        last_reader: no layer behind this one reads what it reads.
         sink_queries: the rule has a `sink_position`, so the kernel gets a second query.
     """
 
@@ -50,10 +51,17 @@ class LayerStorage:
     learned_sinks: torch.Tensor | None = None
     tail_k: Tail | None = None
     tail_v: Tail | None = None
+    last_reader: bool = True
     sink_queries: bool = field(init=False)
 
     def __post_init__(self):
         self.sink_queries = has_sink_queries(self.retention)
+
+    def forget_raw(self) -> None:
+        """The step's vectors in full precision are not needed any more."""
+        for tail in (self.tail_k, self.tail_v):
+            if tail is not None:
+                tail.forget()
 
 
 @dataclass
@@ -76,9 +84,10 @@ class Storage:
         """
         device, layers, reasons, passed_over = torch.device(context.device), [], {}, {}
         sinks = context.learned_sinks or {}
+        readers = {_owner(spec): spec.index for spec in context.layers}  # whose codes -> the last layer that reads them
         for spec in context.layers:
             group = group_of[spec.index]
-            owner = spec if spec.kv_source is None else context.layers[spec.kv_source]  # whose codes it reads
+            owner = context.layers[_owner(spec)]
             codecs = codec.for_layer(owner, "k"), codec.for_layer(owner, "v")
             rule = retention.for_layer(spec)
             kernel, why = choose(context.kernels, spec, codecs, rule, context.device)
@@ -101,7 +110,8 @@ class Storage:
                 source = layers[spec.kv_source]
                 k, v, tails = source.k, source.v, (source.tail_k, source.tail_v)
             learned = sinks.get(spec.index)
-            layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, learned, *tails))
+            last = readers[_owner(spec)] == spec.index
+            layers.append(LayerStorage(spec, rule, group, *codecs, k, v, block_size, kernel, learned, *tails, last))
         if reasons:
             raise IncompatibleCacheError(f"{_spans(where)}: {why}: kernel=auto" for why, where in reasons.items())
         for reason, where in passed_over.items():
@@ -206,6 +216,11 @@ def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, lis
             return kernel, why
         why += [f"kernel {kernel.name}: {reason}" for reason in reasons]
     return None, why
+
+
+def _owner(spec: LayerSpec) -> int:
+    """Index of the layer whose codes a layer reads."""
+    return spec.index if spec.kv_source is None else spec.kv_source
 
 
 def has_sink_queries(retention: Retention) -> bool:

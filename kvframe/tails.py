@@ -22,7 +22,8 @@ class Tail:
     Attributes:
         plane: [P, G, Hkv, D] in the model's dtype; the token at position p of a request is at `[row, p % G]`.
         raw: per request of the step that was stored last, `[t, Hkv, D]`: the tokens from the beginning of the group
-            that was open before the step to the last one of the step. A query's own group is always within.
+            that was open before the step to the last one of the step. A query's own group is always within. There
+            from `store` until the last layer that reads it has attended.
         plan: the step that `raw` belongs to.
     """
 
@@ -39,8 +40,12 @@ class Tail:
 
     def of(self, plan: StepPlan, r: int) -> torch.Tensor:
         """`raw` of request r of a step, which has been stored."""
-        assert self.plan is plan, "attend before store, or of another step"
+        assert self.plan is plan, "attend before store, after the last layer that reads it, or of another step"
         return self.raw[r]
+
+    def forget(self) -> None:
+        """Everybody has read `raw`."""
+        self.raw, self.plan = [], None
 
 
 def store(x: torch.Tensor, codec: Codec, planes: dict, tail: Tail, plan: StepPlan, group: int, block_size: int) -> None:

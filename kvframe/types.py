@@ -51,6 +51,7 @@ class LayerSpec:
         k_dim, v_dim: size of one key and one value vector; they may differ (MLA).
         scale: factor on the scores before softcap and softmax.
         window: the model's own window: a query sees keys with `q_pos - k_pos < window`; None: all.
+        chunk: the model's own chunks: a query sees keys with `k_pos // chunk == q_pos // chunk`; None: all.
         softcap: scores become `softcap * tanh(scores / softcap)`; None: off.
         sinks: the layer has one learned sink logit per query head (gpt-oss).
         kv_source: index of the layer whose keys and values this layer reads, or None for its own.
@@ -66,6 +67,7 @@ class LayerSpec:
     v_dim: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     kv_source: int | None = None
@@ -340,6 +342,7 @@ class GroupStats:
             holds; tail: bytes of the full-precision tails of running requests, a whole row each, beside `reserved`.
         peak: highest `reserved` so far.
         tail_pool: bytes of the tails of all requests that may run, allocated from the beginning.
+        evictions: blocks that were given up to make room, in this run.
     """
 
     name: str
@@ -353,16 +356,24 @@ class GroupStats:
     tail: int
     peak: int
     tail_pool: int = 0
+    evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters of a cache, per layer group and in total."""
+    """Counters of a cache, per layer group and in total; `evictions` are those of all groups.
+
+    `peak` is the most bytes, blocks and tails of all groups together, that requests held at one moment of this run, and
+    `peak_tail` what of it were tails; 0 where a cache does not count them. The groups' own peaks are of different
+    moments: they have no meaningful sum.
+    """
 
     groups: tuple[GroupStats, ...]
     hit_tokens: int = 0
     evictions: int = 0
     copies: int = 0
+    peak: int = 0
+    peak_tail: int = 0
 
     def total(self, name: str) -> int:
         """Sum of a byte count over the layer groups, e.g. `stats.total("reserved")`."""

@@ -223,7 +223,7 @@ def test_conflicts_are_raised_together():
 def test_block_size_that_cannot_be(size):
     from kvframe_plugins.paged import Paged
 
-    with pytest.raises(ConfigError, match="cache.layout.block_size"):
+    with pytest.raises(ConfigError, match="block_size=.* cannot be used"):
         Paged(size)
 
 

@@ -6,7 +6,6 @@ Shape legend: L tokens of a request, Hq/Hkv heads, D size.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from strategies import context_for
 
-from kvframe.cli import main
 from kvframe.config import build_cache, compose
 from kvframe.engine import Engine
 from kvframe.interfaces import CacheContext
@@ -175,23 +173,6 @@ def test_engines_under_suspicion(name):
             assert abs(output.logprobs[0]["logprob"] - wanted.logprobs[0]["logprob"]) < 0.3
     first = [[o.output_tokens[0] for o in outputs] for outputs, _ in runs]
     assert first[0] == first[1] == first[2]
-
-
-def test_calibrate(tmp_path, capsys, monkeypatch):
-    """The file holds the largest sizes, and a cache reads it."""
-    out = tmp_path / "calib.json"
-    arguments = ["calibrate", "model=random", "max_tokens=100", "engine.max_len=64", f"out={out}"]
-    assert main(arguments) == 0
-    assert "largest |k|" in capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert sorted(found["layers"]) == ["0", "1"] and found["tokens"] == 100
-    assert all(size > 0 for layer in found["layers"].values() for size in layer.values())
-    generate = ["generate", "model=random", "prompt=Hello", "sampling.max_new_tokens=3", "cache=fp8"]
-    assert main([*generate, f"cache.codec.scales={out}"]) == 0
-    assert main(["calibrate", "model=random", "max_tokens=1"]) == 2
-    assert "an integer >= 2" in capsys.readouterr().err
-    assert main(["calibrate", "model=random", "cache=int8"]) == 2
-    assert "exact" in capsys.readouterr().err
 
 
 def test_calibration_sees_every_vector():

@@ -16,7 +16,8 @@ from kvframe_plugins.fp8 import Fp8
 from kvframe_plugins.fp8.formats import FORMATS
 from kvframe_plugins.int8 import Int8
 
-from kvframe.errors import ConfigError
+from kvframe.errors import OptionError
+from kvframe.interfaces import Parts
 from kvframe.types import LayerSpec
 
 LAYER = LayerSpec(0, 4, 2, 64, 64, 0.125)
@@ -61,6 +62,30 @@ def test_error_of_integers_is_half_a_step(name, rows):
         x = torch.maximum(torch.minimum(x, low + (255 if "zero" in planes else 254) * scale), low)
     size = torch.maximum(x.abs(), got.abs()) + (spread(planes["zero"], 16).abs() if "zero" in planes else 0)
     assert ((got - x).abs() <= scale / 2 * (1 + 1e-6) + 4e-7 * size).all()
+
+
+@pytest.mark.parametrize("percentile", [99, 97.5, 60, 0.5])
+@pytest.mark.parametrize("size", [1, 2, 16])
+def test_percentiles_are_those_of_numpy(percentile, size):
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    x[3, 4], x[4], x[5, 0] = 1e30, 0.0, torch.nan
+    parts = x.view(40, -1, size).numpy().astype(np.float64)
+    scale = Int8(percentile=percentile, group_size=size).encode(x)["scale"].numpy()
+    want = np.clip(np.percentile(np.abs(parts), percentile, axis=-1) / 127, 2.0**-126, 2.6793883890187504e36)
+    np.testing.assert_allclose(scale, want, rtol=1e-6)
+    if percentile > 50:
+        planes = Int8(False, percentile, size).encode(x)
+        low, high = (np.percentile(parts, p, axis=-1) for p in (100 - percentile, percentile))
+        np.testing.assert_allclose(planes["zero"].numpy(), low, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(planes["scale"].numpy(), np.maximum((high - low) / 255, 2.0**-126), rtol=1e-4, atol=1e-8)
+
+
+def test_what_float16_holds_comes_back_finite_in_float16():
+    """The scale is rounded up, so its last code stands for a little more than the largest number there is."""
+    x = torch.tensor([[65504.0, -65504.0, 1.0, 0.0]])
+    for codec in (codec for codec in CODECS.values() if isinstance(codec, Int8)):
+        if codec.group_size in (None, 4):
+            assert bool(codec.decode(codec.encode(x), torch.float16).isfinite().all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -154,24 +179,44 @@ def test_half_of_the_bytes_of_bf16(name):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Int8(symmetric="no"), "cache.codec.symmetric='no'"),
-        (lambda: Int8(percentile=0), "cache.codec.percentile=0"),
-        (lambda: Int8(percentile=True), "cache.codec.percentile=True"),
-        (lambda: Int8(group_size=0), "cache.codec.group_size=0"),
-        (lambda: Int8(scale_dtype="bfloat16"), "cache.codec.scale_dtype='bfloat16'"),
-        (lambda: Fp8("e3m4"), "cache.codec.format='e3m4'"),
-        (lambda: Fp8(scales=0), "cache.codec.scales=0"),
-        (lambda: Fp8(scales=float("nan")), "cache.codec.scales=nan"),
-        (lambda: Fp8(scales="/nowhere/calib.json"), "cache.codec.scales=/nowhere/calib.json"),
-        (lambda: Fp8(scales={"a": 1.0}), "layer 'a'"),
-        (lambda: Fp8(scales={0: {"k": 1.0}}), "layer 0 has ['k']"),
-        (lambda: Fp8(scales={1: 1.0}).for_layer(LAYER, "k"), "no scale for layer 0; it has layers: 1"),
+        (lambda: Int8(symmetric="no"), "symmetric='no' cannot be used"),
+        (lambda: Int8(percentile=0), "percentile=0 cannot be used\n  valid: a number in (0, 100]"),
+        (lambda: Int8(percentile=True), "percentile=True cannot be used"),
+        (
+            lambda: Int8(False, 50),
+            "percentile=50 cannot be used\n  valid: a number in (50, 100]\n  fix: percentile=100",
+        ),
+        (lambda: Int8(False, 10.5), "percentile=10.5 cannot be used\n  valid: a number in (50, 100]"),
+        (lambda: Int8(group_size=0), "group_size=0 cannot be used"),
+        (lambda: Int8(scale_dtype="bfloat16"), "scale_dtype='bfloat16' cannot be used"),
+        (lambda: Fp8("e3m4"), "format='e3m4' does not exist\n  valid: e4m3, e5m2\n  fix: format=e4m3"),
+        (lambda: Fp8(scales=0), "scales=0 cannot be used"),
+        (lambda: Fp8(scales=float("nan")), "scales=nan cannot be used"),
+        (lambda: Fp8(scales="/nowhere/calib.json"), "scales='/nowhere/calib.json' cannot be read: No such file"),
+        (lambda: Fp8(scales={"a": 1.0}), "names layer 'a'"),
+        (lambda: Fp8(scales={1.5: 1.0}), "names layer 1.5"),
+        (lambda: Fp8(scales={1: 1.0, "1": 2.0}), "names layer '1'\n  valid: an integer >= 0, once"),
+        (lambda: Fp8(scales={0: {"k": 1.0}}), "has ['k'] for layer 0\n  valid: a number, k and v"),
+        (lambda: Fp8(scales={0: {"k": 1.0, "v": "x"}}), "has 'x' as v of layer 0\n  valid: a number > 0"),
     ],
 )
 def test_values_that_cannot_be(make, words):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(OptionError) as error:
         make()
-    assert words in str(error.value)
+    text = str(error.value)
+    assert words in text and "\n  valid: " in text and "\n  fix: " in text
+
+
+@pytest.mark.parametrize("scales, words", [({1: 1.0}, "has no scale for layer 0; it has layers: 1"),
+    ({0: 1.0, 1: 1.0, 4: 1.0}, "names layer 4, the model has 0 .. 1")])  # fmt: skip
+def test_fixed_scales_of_another_model(scales, words):
+    """A conflict, told with all others; keys and values of a layer that stores nothing need no scale."""
+    codec, layers = Fp8(scales=scales), (LAYER, LayerSpec(1, 4, 2, 64, 64, 0.125, kv_source=0))
+    parts = Parts(*[None] * 5, layers, 96, 16, stored=((LAYER, "k", 64), (LAYER, "v", 64)))
+    fix = "cache.codec.scales=null, or kvframe calibrate out=calib.json and then cache.codec.scales=calib.json"
+    assert codec.conflicts(parts) == [f"cache.codec.scales={scales} {words}: {fix}"]
+    assert codec.for_layer(layers[1], "k").group == 1, "there is an answer for every layer"
+    assert not Fp8(scales={0: 1.0}).conflicts(parts)
 
 
 def test_calibration_file(tmp_path):
@@ -183,5 +228,5 @@ def test_calibration_file(tmp_path):
     assert codec.for_layer(LAYER, "v").fixed > 0
     assert codec.for_layer(LAYER, "k") is codec.for_layer(LAYER, "k")
     file.write_text("[]")
-    with pytest.raises(ConfigError, match="no calibration file"):
+    with pytest.raises(OptionError, match="no calibration file"):
         Fp8(scales=str(file))

@@ -227,3 +227,29 @@ def test_needles_are_asked_through_the_cache(model):
     assert row["needle_found"] == 0.0 and row["needle_logprob"] == pytest.approx(
         np.mean([got["logprob"] for got in row["needle"]])
     )
+
+
+def test_a_needle_is_found_by_a_model_that_answers_right(model, monkeypatch):
+    """Two haystacks, one after the other; the answer to the second has one token that is not the best."""
+    codec, forward, seen = TextCodec(vocab_size=model.vocab_size), model.forward, []
+    cells = needle.cells([150], [0.1, 0.9], texts.tokens_of("builtin", codec, 48), codec)
+
+    def knowing(tokens, plan, wanted):
+        logits = forward(tokens, plan, wanted).clone()
+        for position, token in zip(plan.positions.tolist(), tokens.tolist()):
+            seen[position:] = [token]
+        (cell, *_) = [i for i, cell in enumerate(cells) if cell.tokens[: len(seen)].tolist() == seen] or [None]
+        if cell is not None:  # not one of the texts
+            at = plan.positions[torch.as_tensor(wanted)]
+            answers = torch.as_tensor(cells[cell].tokens[1:].astype(np.int64))[at]
+            logits[torch.arange(len(at)), answers] = 60.0
+            wrong = (at == 148) & (cell == 1)
+            logits[wrong, 7] = 61.0
+        return logits
+
+    monkeypatch.setattr(model, "forward", knowing)
+    (row,) = run(model, "[paged]", "needle={lengths:[150],depths:[0.1,0.9]}", "engine.max_requests=1").rows
+    first, second = row["needle"]
+    assert (first["found"], first["rank"], second["found"], second["rank"]) == (True, 0, False, 1)
+    assert first["logprob"] == pytest.approx(0, abs=1e-3) and row["needle_found"] == 0.5
+    assert second["logprob"] == pytest.approx(np.log(1 / (1 + np.e)) / cells[1].answer, abs=1e-3)

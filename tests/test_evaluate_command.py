@@ -19,6 +19,7 @@ from kvframe.evaluation.teacher import Limits
 from kvframe.hf import random_model
 from kvframe.lineup import lineup, running
 from kvframe.testing import teacher_logits
+from kvframe.text import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,52 @@ def test_the_harness_gets_the_numbers_of_ref(model):
     assert rolled == pytest.approx(wanted, abs=1e-3)
 
 
+class Pairs:
+    """A tokenizer of pairs: 'ab' is one token, and so is a letter alone. No special tokens; '~' is nothing."""
+
+    def encode(self, text, add_special_tokens=True):
+        words = re.findall("..?", text.replace("~", ""))
+        return [ord(word[0]) + (100 * (ord(word[1]) - 96) if len(word) > 1 else 0) for word in words]
+
+
+def test_a_seam_within_a_token_leaves_the_continuation_what_differs(model):
+    (candidate,) = lineup(["paged engine.max_len=6"], SMALL)
+    with running(candidate, model, warm=False) as engine:
+        scorer = harness.Scorer(engine, Limits(7, 16, 4))
+        scorer.codec = TextCodec(Pairs())
+        a, ab, cd, ef, c = ord("a"), ord("a") + 200, ord("c") + 400, ord("e") + 600, ord("c")
+        pair = lambda *texts: (lambda tokens, n: (tokens.tolist(), n))(*scorer._pair(*texts))
+        start = model.bos_id
+        assert pair("ab", "cdef") == ([ab, cd, ef], 2)
+        assert pair("abc", "d") == ([ab, cd], 1), "abc and abcd have two tokens each"
+        assert pair("abc", "def") == ([ab, cd, ef], 1), "as long as something is left, the context's length decides"
+        assert pair("a", "b") == ([start, ab], 1), "nothing is before it"
+        assert pair("~", "a") == ([start, a], 1) and pair("", "a") == ([start, a], 1) and pair("", "") == ([start], 0)
+        assert pair("ababab", "ababab") == ([ab] * 6, 3) and pair("abababab", "abababab") == ([ab] * 6, 4)
+        assert pair("ab", "ab" * 9) == ([ab] * 6, 5), "the first of them have nothing to be predicted from"
+        with pytest.raises(ConfigError, match="leaves the continuation '~' no token of its own behind 'abc'"):
+            scorer._pair("abc", "~")
+        assert pair("abc", "") == ([ab, c], 0)
+
+
+def test_the_harness_finds_nothing_that_it_computed_before(model):
+    (candidate,) = lineup(["radix"], SMALL)
+    with running(candidate, model, warm=False) as engine:
+        scorer = harness.Scorer(engine, Limits(64, 64, 4))
+        asked = [("x" * 40, "yes"), ("x" * 40, "no")]
+        first, again = ([value for value, _ in scorer.loglikelihood(asked)] for _ in range(2))
+        assert first == pytest.approx(again, abs=1e-5) and engine.cache.stats().hit_tokens == 0
+        scorer.generate([("x" * 40, {"max_gen_toks": 2})] * 2)
+        assert engine.cache.stats().hit_tokens == 0
+        forward = model.forward
+        engine.model.forward = lambda *args: forward(*args) * float("nan")
+        try:
+            ((value, greedy),) = scorer.loglikelihood([("a", "\0")])
+        finally:
+            del engine.model.forward
+        assert np.isnan(value) and not greedy, "the index of the first NaN is no answer"
+
+
 def test_the_harness_is_asked_for_when_it_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingPackageError, match="pip install lm-eval"):
@@ -85,6 +132,18 @@ def test_the_command_writes_rows_and_a_picture(install, tmp_path, monkeypatch, c
     assert main(["evaluate", *SMALL, *SHORT, caches, "out=eval.csv", "max_tokens=9"]) == 0
     rows = list(csv.DictReader(Path("eval.csv").open()))
     assert [row["cache"] for row in rows] == [row["cache"] for row in found["rows"]] and float(rows[1]["kl_mean"]) > 0
+
+
+def test_tables_of_six_caches_fit_into_100_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    caches = ["paged", "int8", "radix", "cache=radix cache/codec=int4 cache.codec.group=32 cache.layout.block_size=32"]
+    caches += ["paged cache/retention=sliding_window cache.retention.window=32 cache.retention.sinks=4", "contiguous"]
+    more = ["max_tokens=48", "decode_tokens=4", "warm=true", "greedy_tokens=3", "needle={lengths:[150],depths:[0.5]}"]
+    assert main(["evaluate", *SMALL, *SHORT[:1], *more, f"caches={caches}"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100 and "…" not in out
+    assert out.count("paged (reference)") == 2 and "tails in it" in out and "KL warm" in out
+    assert all(word in out for name in caches for word in name.split())
 
 
 def test_presets_that_cannot_be_built_are_left_out_and_told(model, install, monkeypatch):

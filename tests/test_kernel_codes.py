@@ -207,7 +207,9 @@ def test_bits_without_conversions_of_the_processor(name, monkeypatch):
         codes, out = np.arange(256, dtype=np.uint8), np.empty(256, np.float32)
         call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(compiled.address)
         call(codes.ctypes.data, out.ctypes.data)
-        want = cpu_codes.format_values(name)
+        want = cpu_codes.format_values(name).copy()
+        if name in cpu_bits.HIDDEN_NAN:
+            want[0x7F], want[0xFF] = 480, -480
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(out * np.float32(cpu_codes.FORMATS[name]), want)
         assert out[0] == 0 and np.signbit(out[128]) and not np.signbit(out[0])

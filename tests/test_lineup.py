@@ -75,7 +75,7 @@ def test_a_single_entry_needs_no_brackets_and_another_command_may_ask():
 
 def test_the_default_preset_keeps_memory_and_engine_and_nothing_else_of_the_cache():
     found = preset("evaluate", [*OWN, "cache=radix", "cache.layout.block_size=8", "engine.max_len=77", "caches=[x]"])
-    assert (found.name, found.cfg.cache.layout.block_size, found.cfg.cache.memory) == ("paged", 16, "64MiB")
+    assert (found.name, found.cfg.cache.layout.block_size, found.cfg.cache.memory) == ("paged", None, "64MiB")
     assert found.cfg.engine.max_len == 77
 
 
@@ -160,7 +160,7 @@ def test_a_cache_that_cannot_be_built_is_named(install):
     code = """
         from kvframe.interfaces import Layout
         class Odd(Layout):
-            def block_size(self, max_len): return 16
+            def block_size(self, max_len, unit=1): return 16
             def conflicts(self, others): return ["odd: cache/layout=paged"]
         """
     name = install("odd", code, files={"cache/layout/odd.yaml": "# Odd.\n_target_: kv_odd_module.Odd\n"})

@@ -8,14 +8,19 @@ import pytest
 import torch
 from attending import Attending, Steps, some_layers, walked, with_storage
 from kvframe_plugins.int4 import Int4
+from kvframe_plugins.lru import LRU
+from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
+from kvframe_plugins.no_index import NoIndex
+from kvframe_plugins.paged import Paged
 from strategies import COMPOSITIONS
 from test_cache import control
 from walker import Walked, Walker
 
 from kvframe import sealing
+from kvframe.cache import BlockKVCache
 from kvframe.errors import CapacityError, IncompatibleCacheError
-from kvframe.interfaces import Codec, Kernel
+from kvframe.interfaces import CacheContext, Codec, Kernel
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
 
@@ -123,14 +128,7 @@ def test_groups_that_differ_by_kind_and_layer(index):
 
 
 def mixed(index):
-    from kvframe_plugins.lru import LRU
-    from kvframe_plugins.model_retention import ModelRetention
-    from kvframe_plugins.no_index import NoIndex
-    from kvframe_plugins.paged import Paged
     from kvframe_plugins.radix import RadixIndex as Radix
-
-    from kvframe.cache import BlockKVCache
-    from kvframe.interfaces import CacheContext
 
     context = CacheContext(some_layers(), max_len=96, max_requests=6, max_step_tokens=96, kernels=(ReferenceKernel(),))
     found = NoIndex() if index == "none" else Radix()
@@ -203,7 +201,7 @@ def test_lengths_that_can_be_kept():
             assert kept == max(fine)
 
 
-# -- bytes, conflicts ----------------------------------------------------------------------------------------
+# -- bytes, kernels -----------------------------------------------------------------------------------------
 
 
 def test_stats_agree_with_the_tensors():
@@ -236,15 +234,6 @@ def test_memory_that_tails_take_whole():
         control([*PAGED, *INT4, "cache.memory=2KiB"])
     least = str(e.value).split("cache.memory=")[-1].split(" ")[0]
     control([*PAGED, *INT4, f"cache.memory={least}"]).check()
-
-
-@pytest.mark.parametrize("size, group, fix", [(16, 32, "cache.layout.block_size=32, or cache.codec.group=16"),
-    (5, 4, "cache.layout.block_size=8"), (8, 6, "cache.layout.block_size=12, or cache.codec.group=2")])  # fmt: skip
-def test_blocks_that_do_not_hold_whole_groups(size, group, fix):
-    with pytest.raises(IncompatibleCacheError) as error:
-        control(["cache=paged", f"cache.layout.block_size={size}", "cache/codec=int4", f"cache.codec.group={group}"])
-    (reason,) = error.value.reasons
-    assert reason.endswith(f": {fix}") and f"groups of {group} tokens" in reason
 
 
 def test_a_kernel_that_cannot_is_not_asked():

@@ -36,11 +36,11 @@ def calibrate(cfg: DictConfig, bar: Callable[[str, int], AbstractContextManager]
     Layers that read the keys and values of another one have its sizes.
 
     Raises: ConfigError: the text or the limits cannot be used, the cache changes what the model computes, or something
-        that is not a number was seen.
+        that is not a number was seen. PluginError: the cache answers tokens of a text that it has never seen.
     """
     from kvframe.config import build_cache, build_model, cache_context
     from kvframe.evaluation import texts
-    from kvframe.evaluation.teacher import Limits, Text, teach
+    from kvframe.evaluation.teacher import Limits, Text, teach_unseen
     from kvframe.text import TextCodec
 
     wanted = cfg.max_tokens
@@ -51,16 +51,17 @@ def calibrate(cfg: DictConfig, bar: Callable[[str, int], AbstractContextManager]
     cache = build_cache(cfg, cache_context(cfg, model))
     if not cache.exact:
         raise ConfigError(
-            "this cache changes what the model computes, and a calibration must not",
-            fix="choose parts that `kvframe list` calls exact",
+            f"{_inexact(cache)} changes what the model computes, and a calibration must not",
+            fix="leave it out, or choose parts that `kvframe list` calls exact",
         )
     tokens = texts.tokens_of(cfg.text, TextCodec(model.tokenizer, vocab_size=model.vocab_size), wanted)
     longest = min(cache.capacity(), cache.context.max_len)
     pieces = [tokens[i : i + longest] for i in range(0, len(tokens), longest)]  # longer texts in requests of their own
     sizes = watch(cache, len(model.layers))
     todo = (Text(piece, salt=f"calibrate/{i}", first=len(piece) - 1) for i, piece in enumerate(pieces))
+    limits = Limits.of(cfg, cfg.engine.max_step_tokens)
     with bar("calibrating", len(tokens)) as advance:
-        for _text, _start, n, _logits in teach(model, cache, todo, Limits.of(cfg, cfg.engine.max_step_tokens)):
+        for _text, _start, n, _logits in teach_unseen(model, cache, todo, limits):
             advance(n)
     layers = {}
     for spec in model.layers:
@@ -70,6 +71,14 @@ def calibrate(cfg: DictConfig, bar: Callable[[str, int], AbstractContextManager]
             raise ConfigError(f"layer {spec.index} has keys or values that are not finite", fix="model.dtype=float32")
         layers[str(spec.index)] = found
     return {"layers": layers, "model": model.name, "dtype": model.dtype, "tokens": len(tokens), "text": cfg.text}
+
+
+def _inexact(cache: Any) -> str:
+    """What of a cache is not exact, as a user knows it."""
+    parts = getattr(cache, "parts", None)
+    kinds = ("layout", "index", "eviction", "retention", "codec") if parts is not None else ()
+    found = [(kind, getattr(parts, kind)) for kind in kinds if not getattr(parts, kind).exact]
+    return " and ".join(f"cache.{kind} ({type(part).__qualname__})" for kind, part in found) or type(cache).__qualname__
 
 
 def watch(cache: Any, layers: int) -> list[dict[str, Any]]:

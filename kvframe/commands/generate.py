@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,12 +22,15 @@ def run(cfg: DictConfig, job: Run) -> int:
     requests = read_requests(cfg.prompt, cfg.prompts, plain(cfg, "sampling"), cfg.chat)
     out = job.out(cfg.out)
     engine = build(cfg)
+    from kvframe.memprofile import activations, profile
+
     alone = len(requests) == 1 and requests[0].sampling.n == 1
-    outputs = _stream_one(engine.stream(requests)) if alone else _stream_many(engine.stream(requests), requests)
+    with activations(engine.model) if cfg.profile else nullcontext() as seen:
+        outputs = _stream_one(engine.stream(requests)) if alone else _stream_many(engine.stream(requests), requests)
     refused = [output for output in outputs if output.finish_reason == "refused"]
     if alone and refused:
         raise RequestError(refused[0].error)
-    summary = {**engine.summary(), "kernels": kernels_of(engine.cache)}
+    summary = {**engine.summary(), "kernels": kernels_of(engine.cache), "memory": profile(engine, seen)}
     console(stderr=True).print(summary_table(summary))
     for output in refused:
         print(f"refused: {output.error}", file=sys.stderr)
@@ -120,10 +123,28 @@ def summary_table(summary: dict):
         ("ITL p50 / p99", f"{ms(summary['itl_s_p50'])} / {ms(summary['itl_s_p99'])}"),
         ("KV reserved, mean over time", size(summary["kv_bytes_reserved"])),
         ("KV used, mean over time", size(summary["kv_bytes_used"])),
-        ("KV reserved, peak", size(summary["kv_bytes_peak"])),
+        ("KV peak, tails included", size(summary["kv_bytes_peak"])),
         *([("KV tails, mean over time", size(summary["kv_bytes_tail"]))] if summary["kv_bytes_tail"] else []),
         ("utilization, mean over time", f"{summary['utilization']:.1%}"),
         ("preemptions", summary["preemptions"]),
+        *memory_rows(summary["memory"]),
         ("kernel", ", ".join(f"{name} ({n} layers)" for name, n in summary["kernels"].items()) or "-"),
     ]
     return table(rows, ("summary", ""), right=("",))
+
+
+def memory_rows(memory: dict) -> list[tuple[str, str]]:
+    """Lines of the summary for kvframe.memprofile's report."""
+
+    def dtypes(found: dict[str, int]) -> str:
+        return ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in found.items()) or "-"
+
+    rows = [("weights", dtypes(memory["weights"])), ("KV allocated", dtypes(memory["kv_allocated"]))]
+    if memory["weight_copies"]:
+        rows.insert(1, ("copies of weights", human_bytes(memory["weight_copies"])))
+    if memory["activations_peak"] is not None:
+        peak = f"{human_bytes(memory['activations_peak'])} in a step of {memory['activations_tokens']} tokens"
+        rows.append(("activations, peak", peak))
+    if "allocator" in memory:
+        rows.append(("CUDA allocator, peak", human_bytes(memory["allocator"]["peak_allocated"])))
+    return rows

@@ -10,27 +10,35 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvframe.config import build_model, compose, files
+from kvframe.config import build_skeleton, compose, files
 from kvframe.configfiles import ConfigFile
 from kvframe.create import create
 from kvframe.errors import KVFrameError
 from kvframe.jobs import Run
 from kvframe.plugins import Plugin, plugins
-from kvframe.report import console, table, write_json
+from kvframe.report import console, human_seconds, table, write_json
+from kvframe.sealing import unit
+from kvframe.types import LayerSpec
 
 PRESETS = "cache"  # the group of the presets; the groups below it hold the parts
+ANY_LAYERS = (LayerSpec(0, 1, 1, 64, 64, 0.125),)  # where no model is named
+ANY_LEN = 1 << 30
 
 
 def run(cfg: DictConfig, job: Run) -> int:
     """Shows the table, and writes the same rows where `out` says."""
     out = job.out(cfg.out)
-    installed = [plugin_row(plugin) for plugin in (*plugins().loaded, *plugins().broken)]
+    found_ones = plugins()
+    installed = [plugin_row(plugin, "in use") for plugin in found_ones.loaded]
+    installed += [plugin_row(plugin, f"broken: {plugin.error}") for plugin in found_ones.broken]
+    installed += [plugin_row(plugin, "left out by KVFRAME_PLUGINS") for plugin in found_ones.left_out]
     show = console()
     if cfg.plugins:
-        found: dict[str, Any] = {"plugins": installed}
+        found: dict[str, Any] = {"plugins": installed, "seconds": found_ones.seconds}
         show.print(plugin_table(installed))
+        print(f"all found and loaded in {human_seconds(found_ones.seconds)}", file=sys.stderr)
     else:
-        model = build_model(cfg) if OmegaConf.select(cfg, "model") is not None else None
+        model = build_skeleton(cfg) if OmegaConf.select(cfg, "model") is not None else None
         rows = [row(file, model) for file in listed()]
         found = {"rows": rows, "model": model_row(model), "plugins": installed}
         show.print(row_table(rows, model))
@@ -58,7 +66,7 @@ def row(file: ConfigFile, model: Any = None) -> dict[str, Any]:
     kind = "preset" if file.group == PRESETS else file.group.removeprefix(f"{PRESETS}/")
     found: dict[str, Any] = {"group": file.group, "name": file.name, "kind": kind, **_origin(file.provider)}
     found |= {"target": None, "exact": None, "description": file.headline, "notes": [], "parts": {}}
-    found |= {"bytes_per_token": None, "bytes_per_token_and_kv_head": None, "error": None}
+    found |= {"bytes_per_token": None, "bytes_per_token_and_kv_head": None, "block_size": None, "error": None}
     try:
         if kind == "preset":
             _describe_preset(found, compose([f"{PRESETS}={file.name}"])[PRESETS], model)
@@ -88,6 +96,7 @@ def _describe_preset(found: dict, node: DictConfig, model: Any) -> None:
         all(getattr(part, "exact", True) for part in parts.values()) and getattr(target, "exact", True) is not False
     )
     found["notes"] = [note for part in (*parts.values(), target) for note in notes_of(part)]
+    _add_block_size(found, parts.get("layout"), parts.get("codec"), model)
     _add_bytes(found, parts.get("codec"), model)
 
 
@@ -98,6 +107,17 @@ def _describe_part(found: dict, node: DictConfig, model: Any) -> None:
     found["exact"] = bool(getattr(part, "exact", True))
     found["notes"] = notes_of(part)
     _add_bytes(found, part, model)
+
+
+def _add_block_size(found: dict, layout: Any, codec: Any, model: Any) -> None:
+    """Tokens of a block, as a layout says under a codec; None where one holds a whole request."""
+    if not hasattr(layout, "block_size") or not hasattr(codec, "for_layer"):
+        return
+    longest = (model and model.max_len) or ANY_LEN
+    size = layout.block_size(longest, unit(codec, model.layers if model else ANY_LAYERS))
+    if size < longest:
+        found["block_size"] = size
+        found["notes"].insert(0, f"blocks of {size} tokens")
 
 
 def _add_bytes(found: dict, codec: Any, model: Any) -> None:
@@ -143,29 +163,32 @@ def model_row(model: Any) -> dict | None:
     }
 
 
-def plugin_row(plugin: Plugin) -> dict[str, Any]:
+def plugin_row(plugin: Plugin, state: str) -> dict[str, Any]:
     return {
         "name": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
         "module": plugin.value,
+        "location": plugin.location,
         "config": plugin.config.url if plugin.config else None,
         "seconds": plugin.seconds,
+        "state": state,
         "error": plugin.error,
     }
 
 
 def plugin_table(rows: list[dict]):
-    columns = ("plugin", "from", "module", "configs", "loaded in", "state")
+    columns = ("plugin", "from", "module", "configs", "where", "loaded in", "state")
     cells = (
         (
             r["name"],
             f"{r['distribution']} {r['version']}",
             r["module"],
             r["config"] or "-",
+            r["location"] or "-",
             f"{r['seconds'] * 1e3:.1f} ms",
+            r["state"],
         )
-        + (f"broken: {r['error']}" if r["error"] else "in use",)
         for r in rows
     )
     return table(cells, columns, right=("loaded in",))

@@ -14,12 +14,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from kvframe.config import build_model
 from kvframe.engine import Engine
 from kvframe.errors import ConfigError, KVFrameError
-from kvframe.evaluation import harness, needle, runs, texts
+from kvframe.evaluation import harness, needle, prepare, runs, texts
 from kvframe.evaluation.measures import hold
 from kvframe.evaluation.settings import Settings
 from kvframe.evaluation.teacher import Limits
-from kvframe.lineup import Candidate, lineup, preset, running
-from kvframe.text import TextCodec
+from kvframe.lineup import Candidate, error_of, lineup, preset, running
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 COMMAND = "evaluate"
@@ -32,10 +31,11 @@ class Found:
     Attributes:
         rows: one per cache, in the order of the lineup; `reference` is the name of the one that the others are held
             against, `added` says that nobody asked for it.
-        skipped: name -> reason, of presets that cannot be built here (only when all presets were asked for).
+        skipped: name -> reason, of presets that cannot be built or run here (only when all presets were asked for).
+        missing: names of the caches that have no row yet; complete: the evaluation came to its end.
         noise_kl_mean: KL of the reference to the same model in float32, nats per token; None: not measured.
         notes: what a reader should know.
-        model: name, dtype and device; texts, tokens: how many were computed.
+        model: name, dtype and device; texts, tokens: how many are computed.
     """
 
     rows: list[dict[str, Any]]
@@ -45,6 +45,8 @@ class Found:
     model: dict[str, str]
     texts: int
     tokens: int
+    missing: list[str]
+    complete: bool = False
     noise_kl_mean: float | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -56,167 +58,143 @@ def evaluate(
     model: Any = None,
     progress: Progress | None = None,
 ) -> Found:
-    """Evaluates the caches that `cfg.caches` names.
+    """Evaluates the caches that `cfg.caches` names. Arguments and errors as those of `Evaluation` and its `run`."""
+    return Evaluation(cfg, overrides, model=model).run(progress)
+
+
+class Evaluation:
+    """One cache after another over the same material. Keeps the reference's logits and texts.
 
     Args:
         cfg: `kvframe.config.compose(overrides, "evaluate")`. It is not changed.
         overrides: what it was composed from; None: those of the running job.
         model: instead of building the one that the config describes.
-        progress: makes a context, given a title and a number of tokens; it yields a function that is told how many
-            tokens were computed since the last call.
+
+    Attributes:
+        found: the rows so far; whoever interrupts `run` finds there what is complete.
 
     Raises:
         ConfigError: a value that cannot be used; CapacityError, IncompatibleCacheError, MissingPackageError: a cache
         that cannot be built, by its name. All of this before the first text is computed.
     """
-    settings, candidates = Settings.of(cfg), lineup(cfg.caches, overrides, COMMAND)
-    texts.read(settings.text)
-    if settings.lm_eval:
-        harness.require()
-    model = build_model(cfg) if model is None else model
-    sketches, skipped = _sketches(candidates, model, all_presets=cfg.caches in (None, ""))
-    reference = next((s for s in sketches if s.exact), None)
-    added = reference is None
-    if added:
-        reference = _sketch(_free_name(preset(COMMAND, overrides), candidates), model)
-        if not reference.exact:
-            raise ConfigError(f"no cache is exact, {reference.candidate.name!r} neither", fix="an exact one in caches")
-    notes = [f"no cache of the list is exact: {reference.candidate.name} is the reference"] if added else []
-    order = [reference, *sketches] if added else sketches
-    material = _material(settings, model, order)
-    work = material.work(settings.warm) * len(order) + (material.positions if settings.noise else 0)
-    with (progress or (lambda title, total: nullcontext(lambda n: None)))("evaluating", work) as advance:
-        job = _Job(model, settings, material, advance)
-        rows = {reference.candidate.name: job.row(reference.candidate, is_reference=True)}
-        noise = job.noise(cfg, reference.candidate, notes) if settings.noise else None
-        if settings.noise:
-            rows[reference.candidate.name]["noise_kl_mean"] = noise
-        for sketch in order:
-            if sketch is not reference:
-                rows[sketch.candidate.name] = job.row(sketch.candidate)
-    return Found(
-        rows=[rows[sketch.candidate.name] for sketch in order],
-        reference=reference.candidate.name,
-        added=added,
-        skipped=skipped,
-        model={"name": model.name, "dtype": model.dtype, "device": str(model.device)},
-        texts=len(material.pieces),
-        tokens=sum(len(piece) for piece in material.pieces),
-        noise_kl_mean=noise,
-        notes=notes,
-    )
 
+    def __init__(self, cfg: DictConfig, overrides: Iterable[str] | None = None, *, model: Any = None):
+        self.cfg, self.settings = cfg, Settings.of(cfg)
+        candidates = lineup(cfg.caches, overrides, COMMAND)
+        texts.read(self.settings.text)
+        if self.settings.lm_eval:
+            harness.require()
+        self.model = model = build_model(cfg) if model is None else model
+        self.all_presets = cfg.caches in (None, "")
+        sketches, skipped = prepare.sketches(candidates, model, self.all_presets)
+        reference, notes = next((s for s in sketches if s.exact), None), []
+        added = reference is None
+        if added:
+            reference = prepare.sketch(prepare.free_name(preset(COMMAND, overrides), candidates), model)
+            name = reference.candidate.name
+            if not reference.exact:
+                raise ConfigError(f"no cache is exact, {name!r} neither", fix="an exact one in caches")
+            notes.append(f"no cache of the list is exact: {name} is the reference")
+            sketches = [reference, *sketches]
+        self.reference, self.order = reference.candidate, [sketch.candidate for sketch in sketches]
+        self.material = prepare.material(self.settings, model, sketches, notes)
+        self.held = hold(self.material.positions, model.vocab_size)
+        self.written: list[list[int]] = []  # the reference's greedy texts
+        self.bytes = 0.0  # and its bytes per token
+        self.found = Found(
+            rows=[],
+            reference=self.reference.name,
+            added=added,
+            skipped=skipped,
+            model={"name": model.name, "dtype": model.dtype, "device": str(model.device)},
+            texts=len(self.material.pieces),
+            tokens=sum(len(piece) for piece in self.material.pieces),
+            missing=[candidate.name for candidate in self.order],
+            notes=notes,
+        )
 
-# -- before the work -----------------------------------------------------------------------------------------
+    def run(self, progress: Progress | None = None) -> Found:
+        """Computes everything: the reference first, then the others in their order.
 
+        Args:
+            progress: makes a context, given a title and a number of tokens; it yields a function that is told how many
+                tokens were computed since the last call.
+        Raises:
+            KVFrameError: a cache fails at its work, by its name. `found` has the rows before it.
+        """
+        found, noise = self.found, self.settings.noise and self.model.dtype != "float32"
+        work = self.material.work(self.settings.warm) * len(self.order) + (self.material.positions if noise else 0)
+        if self.settings.noise and not noise:
+            found.notes.append("noise=true: the model runs in float32 already, there is nothing to measure")
+        with (progress or (lambda title, total: nullcontext(lambda n: None)))("evaluating", work) as self.advance:
+            self._take(self._row(self.reference))
+            if self.settings.noise:
+                found.noise_kl_mean = found.rows[0]["noise_kl_mean"] = self._noise() if noise else None
+            for candidate in self.order:
+                if candidate is self.reference:
+                    continue
+                try:
+                    self._take(self._row(candidate))
+                except KVFrameError as error:
+                    if not self.all_presets:
+                        raise
+                    found.skipped[candidate.name] = str(error)
+                    found.missing.remove(candidate.name)
+        found.complete = True
+        return found
 
-@dataclass(frozen=True)
-class _Sketch:
-    """What is asked of a candidate before anything is computed: is it exact, and its longest text."""
-
-    candidate: Candidate
-    exact: bool
-    limit: int
-
-
-def _sketch(candidate: Candidate, model: Any) -> _Sketch:
-    with running(candidate, model, warm=False) as engine:
-        return _Sketch(candidate, bool(engine.cache.exact), engine.limit)
-
-
-def _sketches(candidates, model, all_presets: bool) -> tuple[list[_Sketch], dict[str, str]]:
-    """Builds each cache once, so that one that cannot be built is known before the others have computed for minutes."""
-    found, skipped = [], {}
-    for candidate in candidates:
-        try:
-            found.append(_sketch(candidate, model))
-        except KVFrameError as error:
-            if not all_presets:
-                raise
-            skipped[candidate.name] = str(error)
-    if not found:
-        raise ConfigError(f"none of the presets can be built: {'; '.join(skipped.values())}", fix="caches=[NAME]")
-    return found, skipped
-
-
-def _free_name(candidate: Candidate, others: list[Candidate]) -> Candidate:
-    taken = candidate.name in {other.name for other in others}
-    return Candidate(f"{candidate.name} (reference)", candidate.cfg) if taken else candidate
-
-
-def _material(settings: Settings, model: Any, sketches: list[_Sketch]) -> runs.Material:
-    """Texts, prompts and haystacks, none longer than the least of the caches takes."""
-    codec = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
-    tokens = texts.tokens_of(settings.text, codec, settings.max_tokens * settings.texts)
-    pieces = texts.split(tokens, settings.max_tokens, settings.texts)
-    least = min(sketches, key=lambda sketch: sketch.limit)
-    for key, n in [("max_tokens", len(pieces[0])), *(("needle.lengths", n) for n in settings.lengths)]:
-        if n > least.limit:
-            smaller = f"{key}={least.limit}" if key == "max_tokens" else f"{key}=[{least.limit}]"
-            raise ConfigError(
-                f"{key}: {n} tokens are more than the {least.limit} that the cache {least.candidate.name!r} of this "
-                "model takes",
-                options=[f"2 .. {least.limit}"],
-                fix=f"{smaller}, or a larger engine.max_len or cache.memory where the model allows it",
+    def _take(self, row: dict[str, Any]) -> None:
+        """The row is complete; rows stand in the order of the lineup."""
+        found, order = self.found, [candidate.name for candidate in self.order]
+        found.rows = sorted([*found.rows, row], key=lambda row: order.index(row["cache"]))
+        found.missing.remove(row["cache"])
+        if row["nan_positions"]:
+            found.notes.append(
+                f"{row['cache']}: logits of {row['nan_positions']} of {row['positions']} positions, its own or the "
+                "reference's, are not numbers; they count as different"
             )
-    cells = needle.cells(list(settings.lengths), list(settings.depths), tokens, codec)
-    material = runs.Material(tuple(pieces), settings.decode_tokens, 0, tuple(cells))
-    room = least.limit - max(len(prompt) for prompt in material.prompts)
-    return runs.Material(material.pieces, material.decode, max(min(settings.greedy_tokens, room), 0), material.cells)
 
-
-# -- the work ------------------------------------------------------------------------------------------------
-
-
-class _Job:
-    """One cache after another over the same material. Keeps the reference's logits and texts."""
-
-    def __init__(self, model, settings: Settings, material: runs.Material, advance):
-        self.model, self.settings, self.material, self.advance = model, settings, material, advance
-        self.held = hold(material.positions, model.vocab_size)
-        self.texts: list[list[int]] = []
-        self.bytes = 0.0
-
-    def row(self, candidate: Candidate, is_reference: bool = False) -> dict[str, Any]:
-        settings, material = self.settings, self.material
-        limits = Limits.of(candidate.cfg, settings.chunk)
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
         with running(candidate, self.model) as engine:
-            began = time.perf_counter()
-            measured, peaks = runs.forced(engine, material, limits, self.held, self.advance, keep=is_reference)
-            seconds = time.perf_counter() - began
-            bytes_per_token = runs.token_bytes(engine.cache)
-            written = runs.greedy(engine, material, self.advance)
-            if is_reference:
-                self.texts, self.bytes = written, bytes_per_token
-            return {
-                "cache": candidate.name,
-                "exact": bool(engine.cache.exact),
-                "reference": is_reference,
-                **measured.summary(),
-                "greedy_divergence": runs.first_difference(self.texts, written),
-                "greedy_tokens": material.greedy_tokens,
-                **needle.summary(runs.needles(engine, material, limits, self.advance)),
-                **(runs.warm(engine, material, limits, self.held, self.advance) if settings.warm else {}),
-                "bytes_per_token": bytes_per_token,
-                "bytes_ratio": bytes_per_token / self.bytes,
-                **peaks,
-                "seconds": seconds,
-                "kernels": _kernels(engine),
-                **(
-                    harness.scores(engine, limits, settings.lm_eval, settings.lm_eval_limit) if settings.lm_eval else {}
-                ),
-            }
+            try:
+                return self._measure(candidate, engine)
+            except KVFrameError as error:
+                raise error_of(candidate.name, error) from error
 
-    def noise(self, cfg: DictConfig, reference: Candidate, notes: list[str]) -> float | None:
+    def _measure(self, candidate: Candidate, engine: Engine) -> dict[str, Any]:
+        settings, material, is_reference = self.settings, self.material, candidate is self.reference
+        limits = Limits.of(candidate.cfg, settings.chunk)
+        began = time.perf_counter()
+        measured, peaks = runs.forced(engine, material, limits, self.held, self.advance, keep=is_reference)
+        seconds = time.perf_counter() - began
+        bytes_per_token = runs.token_bytes(engine.cache)
+        written = runs.greedy(engine, material, self.advance)
+        if is_reference:
+            self.written, self.bytes = written, bytes_per_token
+        return {
+            "cache": candidate.name,
+            "exact": bool(engine.cache.exact),
+            "reference": is_reference,
+            **measured.summary(),
+            "greedy_divergence": runs.first_difference(self.written, written),
+            "greedy_tokens": material.greedy_tokens,
+            **needle.summary(runs.needles(engine, material, limits, self.advance)),
+            **(runs.warm(engine, material, limits, self.held, self.advance) if settings.warm else {}),
+            "bytes_per_token": bytes_per_token,
+            "bytes_ratio": bytes_per_token / self.bytes,
+            **peaks,
+            "seconds": seconds,
+            "kernels": _kernels(engine),
+            **(harness.scores(engine, limits, settings.lm_eval, settings.lm_eval_limit) if settings.lm_eval else {}),
+        }
+
+    def _noise(self) -> float | None:
         """KL of the reference, as it ran, to the same model in float32, in nats per token."""
-        if self.model.dtype == "float32":
-            notes.append("noise=true: the model runs in float32 already, there is nothing to measure")
-            return None
-        exact = OmegaConf.create(OmegaConf.to_container(reference.cfg, resolve=False))
+        exact = OmegaConf.create(OmegaConf.to_container(self.reference.cfg, resolve=False))
         with open_dict(exact):
             exact.model.dtype = "float32"
         model = build_model(exact)
-        with running(Candidate(reference.name, exact), model, warm=False) as engine, torch.inference_mode():
+        with running(Candidate(self.reference.name, exact), model, warm=False) as engine, torch.inference_mode():
             limits = Limits.of(exact, self.settings.chunk)
             measured, _ = runs.forced(engine, self.material, limits, self.held, self.advance, against=True)
         return measured.summary()["kl_mean"]

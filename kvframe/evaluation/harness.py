@@ -8,6 +8,7 @@ Shape legend: c tokens of a continuation, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from kvframe.engine import Engine
 from kvframe.errors import CapacityError, ConfigError, MissingPackageError
-from kvframe.evaluation.teacher import Limits, Text, teach
+from kvframe.evaluation.teacher import Limits, Text, teach_unseen
 from kvframe.text import TextCodec
 from kvframe.types import Request, SamplingParams
 
@@ -32,6 +33,7 @@ class Scorer:
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits = engine, limits
         self.codec = TextCodec(engine.model.tokenizer, vocab_size=engine.model.vocab_size)
+        self._salts = (f"task {i}" for i in itertools.count())  # never the same one again, whoever asks how often
 
     def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
         """(context, continuation) -> log-probability of the continuation in nats, and whether it is the greedy one."""
@@ -60,7 +62,7 @@ class Scorer:
         """(context, options) -> the text that follows. Options: until (texts), max_gen_toks, do_sample, temperature,
         top_p, top_k. A context that is too long loses its beginning."""
         requests = []
-        for i, (context, options) in enumerate(asked):
+        for context, options in asked:
             most = min(int(options.get("max_gen_toks", NEW_TOKENS)), self.engine.limit - 1)
             until = options.get("until") or ()
             drawn = {
@@ -70,7 +72,7 @@ class Scorer:
             }
             sampling = SamplingParams(max_new_tokens=most, stop=until, **drawn)
             ids = (self.codec.encode(context) or self._start())[-(self.engine.limit - most) :]
-            requests.append(Request(prompt_tokens=ids, sampling=sampling, salt=f"task {i}"))
+            requests.append(Request(prompt_tokens=ids, sampling=sampling, salt=next(self._salts)))
         outputs = self.engine.generate(requests)
         for output in outputs:
             if output.finish_reason in ("refused", "error"):
@@ -81,32 +83,47 @@ class Scorer:
         """(tokens, c) -> log-probability of the last c tokens, and whether each is the best one."""
         found = [[0.0, True] for _ in pieces]
         texts = [
-            Text(tokens[:-1], salt=f"task {i}", first=len(tokens) - c - 1, number=i)
+            Text(tokens[:-1], salt=next(self._salts), first=len(tokens) - c - 1, number=i)
             for i, (tokens, c) in enumerate(pieces)
             if c
         ]
-        for text, start, n, logits in teach(self.engine.model, self.engine.cache, texts, self.limits):
+        for text, start, n, logits in teach_unseen(self.engine.model, self.engine.cache, texts, self.limits):
             if not len(logits):
                 continue
             at = start + n - len(logits) + 1
             ids = pieces[text.number][0][at : at + len(logits)].astype(np.int64)
             wanted = torch.from_numpy(ids).to(logits.device)
             found[text.number][0] += float(logits.double().log_softmax(-1).gather(1, wanted[:, None]).sum())
-            found[text.number][1] &= bool((logits.argmax(-1) == wanted).all())
+            found[text.number][1] &= bool((logits.argmax(-1) == wanted).all()) and not bool(logits.isnan().any())
         return [(value, greedy) for value, greedy in found]
 
     def _pair(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
         """Tokens of both together, and how many are the continuation's. Spaces at the end of the context belong to
-        the word that follows, as tokenizers see it; what is too long loses its beginning."""
+        the word that follows, as tokenizers see it; what is too long loses its beginning.
+
+        The continuation begins where the context alone ends. Where the tokenizer joins what stands on both sides into
+        so few tokens that nothing would be left of it, it begins at the first token that differs:
+
+            context a b    both  a b c    ->  c                 context a b    both  a bc    ->  bc
+        """
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if context:
             whole, head = self.codec.encode(context + continuation), self.codec.encode(context)
         else:
-            head = self._start()
-            whole = [*head, *self._bare(continuation)]
-        c = min(len(whole) - len(head), self.engine.limit - 1)
+            whole, head = self._bare(continuation), []
+        seam = len(head)
+        if seam >= len(whole):
+            seam = next((i for i, (one, two) in enumerate(zip(head, whole)) if one != two), len(whole))
+        if continuation and seam == len(whole):
+            raise ConfigError(
+                f"this tokenizer leaves the continuation {continuation!r} no token of its own behind {context[-40:]!r}",
+                fix="a task whose answers the tokenizer can tell from their questions",
+            )
+        if seam == 0:  # nothing to predict the first token from
+            whole, seam = [*self._start(), *whole], 1
+        c = min(len(whole) - seam, self.engine.limit - 1)
         return np.array(whole[-self.engine.limit :], dtype=np.int32), c
 
     def _start(self) -> list[int]:

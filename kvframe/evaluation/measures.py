@@ -33,7 +33,8 @@ def hold(n: int, vocab: int) -> torch.Tensor:
 @dataclass
 class Divergence:
     """Per position: KL (nats), whether both have the same best token, and -log of the next token's probability (nats)
-    under q. NaN where nothing was measured."""
+    under q. NaN where nothing was measured; `same` tells these from positions whose logits are NaN, where KL is NaN too
+    and the best tokens count as different."""
 
     kl: np.ndarray
     same: np.ndarray
@@ -55,21 +56,25 @@ class Divergence:
             log_q = two.double().log_softmax(-1)
             self.nll[place] = -log_q.gather(1, wanted[:, None].to(q.device))[:, 0].cpu().numpy()
             self.kl[place] = kl(one, log_q).cpu().numpy()
-            self.same[place] = (one.argmax(-1) == two.argmax(-1)).double().cpu().numpy()
+            best = (one.argmax(-1) == two.argmax(-1)) & ~(one.isnan() | two.isnan()).any(-1)
+            self.same[place] = best.double().cpu().numpy()
 
     def summary(self) -> dict[str, float | int | None]:
-        """Over the positions that were measured. Perplexity is exp(mean nll)."""
+        """Over the positions that were measured; NaN where one of them is. Perplexity is exp(mean nll);
+        `nan_positions` are those without a KL."""
         seen = ~np.isnan(self.same)
         if not seen.any():
-            return {"perplexity": None, "kl_mean": None, "kl_p99": None, "kl_max": None, "top1": None, "positions": 0}
+            nothing = dict.fromkeys(("perplexity", "kl_mean", "kl_p99", "kl_max", "top1"))
+            return {**nothing, "positions": 0, "nan_positions": 0}
         divergence, nll = self.kl[seen], float(self.nll[seen].mean())
         return {
-            "perplexity": math.exp(nll) if nll < 700 else math.inf,
+            "perplexity": math.inf if nll >= 700 else math.exp(nll),
             "kl_mean": float(divergence.mean()),
             "kl_p99": float(np.percentile(divergence, 99)),
             "kl_max": float(divergence.max()),
             "top1": float(self.same[seen].mean()),
             "positions": int(seen.sum()),
+            "nan_positions": int(np.isnan(divergence).sum()),
         }
 
 

@@ -17,8 +17,9 @@ from kvframe.engine import Engine
 from kvframe.errors import CapacityError
 from kvframe.evaluation import needle
 from kvframe.evaluation.measures import Divergence
-from kvframe.evaluation.teacher import Limits, Text, teach
+from kvframe.evaluation.teacher import Limits, Text, teach, teach_unseen
 from kvframe.interfaces import KVCache
+from kvframe.meter import Peak
 from kvframe.types import Request, SamplingParams
 
 PROMPT = 256  # most tokens of a text that are the prompt of its greedy continuation
@@ -55,9 +56,10 @@ class Material:
         return [piece[: min(PROMPT, -(-len(piece) // 2))] for piece in self.pieces]
 
     def work(self, warm: bool) -> int:
-        """Tokens of all passes."""
+        """Tokens of all passes, those that are found instead of computed too."""
         haystacks = sum(cell.length - 1 for cell in self.cells)
-        return self.positions * (1 + warm) + self.greedy_tokens * len(self.pieces) + haystacks
+        again = sum(len(piece) // 2 + len(piece) - 1 for piece in self.pieces) if warm else 0
+        return self.positions + self.greedy_tokens * len(self.pieces) + haystacks + again
 
 
 def forced(
@@ -75,31 +77,32 @@ def forced(
     Args:
         held: the reference's logits [N, V]. keep: these are the reference's, write them there first.
         against: measure the KL of what is held to what is computed now, instead of the other way round.
-    Returns: the measures, and bytes: the peak of reserved blocks, and of full-precision tails.
+    Returns: the measures, and bytes: the most of blocks and tails at one moment, and what of it were full-precision
+        tails (see kvframe.meter.Peak).
+    Raises: PluginError: the cache answers tokens of a text that it has never seen.
     """
-    found, tail, cache = Divergence.empty(material.positions), 0, engine.cache
+    found, peak, cache = Divergence.empty(material.positions), Peak(), engine.cache
     cache.start_run()
     # a salt of its own for each text: nothing that another one has left is used instead of computing it
     texts = [
         Text(piece[:-1], salt=f"text {i}", decode=min(material.decode, len(piece) - 2), number=i)
         for i, piece in enumerate(material.pieces)
     ]
-    for text, start, n, logits in teach(engine.model, cache, texts, limits):
-        assert text.found == 0, "the cache answered from what it should not know"
+    for text, start, n, logits in teach_unseen(engine.model, cache, texts, limits):
         at = material.offsets[text.number] + start
         if keep:
             held[at : at + n] = logits.cpu()
         other = held[at : at + n].to(logits.device)
         p, q = (logits, other) if against else (other, logits)
         found.add(at, p, q, material.pieces[text.number][start + 1 : start + 1 + n])
-        tail = max(tail, cache.stats().total("tail"))
+        peak.look(cache.stats())
         advance(n)
-    return found, {"kv_bytes_peak": cache.stats().total("peak"), "tail_bytes_peak": tail}
+    return found, {"kv_bytes_peak": peak.total, "tail_bytes_peak": peak.tail}
 
 
 def warm(engine: Engine, material: Material, limits: Limits, held: torch.Tensor, advance: Advance) -> dict[str, Any]:
     """The second half of each text, when the first half is found in the index. None where nothing is found."""
-    found, hits = Divergence.empty(material.positions), 0
+    found = Divergence.empty(material.positions)
     halves = [piece[: len(piece) // 2] for piece in material.pieces]
     first = [Text(half, salt=f"warm {i}", first=len(half)) for i, half in enumerate(halves) if len(half)]
     for _, _, n, _ in teach(engine.model, engine.cache, first, limits):
@@ -109,11 +112,11 @@ def warm(engine: Engine, material: Material, limits: Limits, held: torch.Tensor,
         for i, (piece, half) in enumerate(zip(material.pieces, halves))
     ]
     for text, start, n, logits in teach(engine.model, engine.cache, second, limits):
+        advance(n + text.found if start == text.found else n)
         start += n - len(logits)
         if text.found and len(logits):
             at, piece = material.offsets[text.number] + start, material.pieces[text.number]
             found.add(at, held[at : at + len(logits)], logits, piece[start + 1 : start + 1 + len(logits)])
-        advance(n)
     hits = sum(text.found for text in second)
     measured = found.summary()
     return {
@@ -154,10 +157,10 @@ def first_difference(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]])
 
 
 def needles(engine: Engine, material: Material, limits: Limits, advance: Advance) -> list[dict[str, Any]]:
-    """One row per haystack (see kvframe.evaluation.needle)."""
+    """One row per haystack (see kvframe.evaluation.needle). PluginError as in `forced`."""
     answers: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(material.cells))}
     texts = [cell.text(f"needle {i}", i) for i, cell in enumerate(material.cells)]
-    for text, _, n, logits in teach(engine.model, engine.cache, texts, limits):
+    for text, _, n, logits in teach_unseen(engine.model, engine.cache, texts, limits):
         answers[text.number].append(logits)
         advance(n)
     return [cell.score(torch.cat(answers[i])) for i, cell in enumerate(material.cells)]

@@ -11,6 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from kvframe.errors import ConfigError
 
 _AT_LEAST = {"max_tokens": 2, "texts": 1, "chunk": 1, "decode_tokens": 0}
+_FIXES = {
+    "max_tokens": "1024", "texts": "1", "chunk": "64", "decode_tokens": "64", "greedy_tokens": "64, or null for none",
+    "lm_eval_limit": "100, or null for all", "warm": "true", "noise": "true", "lm_eval": "null",
+}  # fmt: skip
 _NEEDLE = "needle={lengths:[128,384],depths:[0.1,0.5,0.9]}, or needle=null"
 
 
@@ -86,4 +90,4 @@ def _share(value: Any) -> bool:
 
 def _check(fine: bool, key: str, value: Any, *options: str) -> None:
     if not fine:
-        raise ConfigError(f"{key}={value!r} cannot be used", options=options)
+        raise ConfigError(f"{key}={value!r} cannot be used", options=options, fix=f"{key}={_FIXES[key]}")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvframe.config import plain
-from kvframe.errors import CapacityError
+from kvframe.errors import CapacityError, PluginError
 from kvframe.interfaces import KVCache
 
 _SERIAL = itertools.count()
@@ -104,6 +104,25 @@ def teach(
     finally:
         for text in running:
             cache.release(text)
+
+
+def teach_unseen(
+    model: Any, cache: KVCache, texts: Iterable[Text], limits: Limits
+) -> Iterator[tuple[Text, int, int, torch.Tensor]]:
+    """`teach` of texts whose salts are new: every token must be computed.
+
+    Raises:
+        PluginError: the cache answers tokens of a text all the same. What came of it would not be its own.
+    """
+    for text, start, n, logits in teach(model, cache, texts, limits):
+        if text.found:
+            kind = type(cache)
+            raise PluginError(
+                f"the cache {kind.__module__}.{kind.__qualname__} says that it has {text.found} tokens under the salt "
+                f"{text.salt!r}, which no request had before",
+                fix="its admit(), or the match() of its index, must answer tokens of requests with the same salt only",
+            )
+        yield text, start, n, logits
 
 
 def _batch(cache: KVCache, running: list[Text], limits: Limits) -> list[tuple[Text, int]]:

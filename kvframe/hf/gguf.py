@@ -39,9 +39,30 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     Raises: MissingPackageError without the `gguf` package; ConfigError for another architecture.
     """
+    reader, fields = _opened(path)
+    from gguf.quants import dequantize
+
+    heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    tensors = {}
+    for tensor in reader.tensors:
+        data = torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W"))
+        parts = tensor.name.split(".")
+        if parts[0] == "blk" and parts[2] in ("attn_q", "attn_k"):
+            data = half_order(data, heads if parts[2] == "attn_q" else kv_heads)
+        tensors[_name(tensor.name)] = data.to(torch.bfloat16).contiguous()
+    return fields, tensors
+
+
+def header(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """`(fields, names of the tensors)` as `read` answers them, without the tensors. Errors as there."""
+    reader, fields = _opened(path)
+    return fields, {_name(tensor.name) for tensor in reader.tensors}
+
+
+def _opened(path: Path):
+    """gguf's reader of the file, and its fields."""
     try:
         from gguf import GGUFReader
-        from gguf.quants import dequantize
     except ImportError:
         raise MissingPackageError(
             f"{path.name} is a GGUF file, and the package gguf is not installed", fix="pip install gguf"
@@ -50,19 +71,15 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama":
         raise ConfigError(f"{path.name} has architecture {fields['general.architecture']!r}", options=["llama"])
-    heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
-    tensors = {}
-    for tensor in reader.tensors:
-        data = torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W"))
-        parts = tensor.name.split(".")
-        if parts[0] == "blk":
-            name = f"model.layers.{parts[1]}.{NAMES[parts[2]]}.{parts[3]}"
-            if parts[2] in ("attn_q", "attn_k"):
-                data = half_order(data, heads if parts[2] == "attn_q" else kv_heads)
-        else:
-            name = f"{GLOBAL[parts[0]]}.{parts[1]}"
-        tensors[name] = data.to(torch.bfloat16).contiguous()
-    return fields, tensors
+    return reader, fields
+
+
+def _name(name: str) -> str:
+    """A tensor's name in transformers."""
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{NAMES[parts[2]]}.{parts[3]}"
+    return f"{GLOBAL[parts[0]]}.{parts[1]}"
 
 
 def half_order(weight: torch.Tensor, heads: int) -> torch.Tensor:

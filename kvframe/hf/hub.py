@@ -50,19 +50,22 @@ def load(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     if quantize is not None:
         options |= _quantized(quantize, kind, place)
-    source = _source(name)
+    source = place_of(name)
     from transformers import AutoModelForCausalLM
 
     try:
         with progress_bars(label is None and sys.stderr.isatty()):
             module = AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise _explain(name, error) from error
+        raise explained(name, error) from error
     if quantize is None:
         module = module.to(place)
     model = HFModel(module, label or name, None, verify)
     model.tokenizer = _tokenizer(model, source, trust_remote_code, revision)
     return model
+
+
+load.skeleton = "kvframe.hf.skeleton.of_hub"
 
 
 @contextlib.contextmanager
@@ -103,7 +106,7 @@ def torch_device(device: str) -> torch.device:
     return found
 
 
-def _source(name: str) -> str:
+def place_of(name: str) -> str:
     """The folder, or the hub id; a path that does not exist is told apart from a hub id by its looks."""
     name = os.fspath(name) if name else ""
     folder = Path(name).expanduser()
@@ -143,7 +146,7 @@ def _quantized(quantize: str, kind: torch.dtype, place: torch.device) -> dict[st
     return {"quantization_config": config, "device_map": {"": place}}
 
 
-def _explain(name: str, error: Exception) -> Exception:
+def explained(name: str, error: Exception) -> Exception:
     """transformers' errors as ours: what was typed, and what to do."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__

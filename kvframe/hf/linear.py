@@ -11,6 +11,8 @@ Shape legend: M rows, I input size, O output size.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -71,3 +73,16 @@ def unpack(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__dict__.pop("forward", None)
+
+
+@contextmanager
+def unpacked(module: nn.Module) -> Iterator[None]:
+    """Inside the block linear layers multiply as torch does; afterwards with the copies again that they had."""
+    layers = [part for part in module.modules() if type(part) is nn.Linear]
+    packed = [(part, vars(part)["forward"]) for part in layers if "forward" in vars(part)]
+    unpack(module)
+    try:
+        yield
+    finally:
+        for part, forward in packed:
+            part.forward = forward

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvframe.errors import UnsupportedModelError
-from kvframe.hf import linear, rotary, seam, turning
+from kvframe.hf import linear, past, positions, rotary, seam, turning
 from kvframe.hf.probe import probe
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
@@ -30,6 +29,7 @@ class HFModel:
         learned_sinks: layer index -> logits [Hq].
         dtype, device: of keys and values; e.g. "bfloat16", "cuda:0".
         eos_ids: every token that ends a text. bos_id: or None.
+        first_position: where the model puts the first token of a text; 0 for most (see kvframe.hf.positions).
         max_len: tokens of the longest request. vocab_size: V.
         weight_bytes: bytes of parameters and buffers, shared ones once.
         verified: error of the verification (see kvframe.hf.verify), or None when it was skipped.
@@ -51,7 +51,7 @@ class HFModel:
         self.notes: list[str] = []
         self.packed_bytes: int | None = None
         weight = next(module.parameters())
-        self.device = str(weight.device)
+        self.device = "cpu" if weight.is_meta else str(weight.device)  # see kvframe.hf.skeleton
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
         self.vocab_size = int(config.vocab_size)
         self.eos_ids, self.bos_id = _ends(module, config)
@@ -59,14 +59,15 @@ class HFModel:
         self.notes += notes
         self.weight_bytes = _bytes(module)
         parameters = inspect.signature(module.forward).parameters
-        self._keeps, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        self._keeps, self._takes_positions = "logits_to_keep" in parameters, positions.accepted(module)
+        self.first_position, self._past = 0, None
         before = [(c, c._attn_implementation) for c in seam.configs(module)]
         try:
             facts = probe(module, self._dry_forward)
-            if not self._takes_positions:
-                raise UnsupportedModelError(
-                    f"{type(module).__name__}.forward takes no position_ids, so requests cannot share one flat forward"
-                )
+            self.first_position = positions.first(module, self._few_at)
+            self.max_len -= self.first_position
+            last = int(turning.probe_positions(self.max_len)[-1])
+            self._past = past.wanted(module, self._dry_at, last, self.device)
             self.layers = turning.find(module, facts, self._dry_at, self.max_len)
             self.learned_sinks = facts.sinks
             self.dtype = facts.layers[0].dtype
@@ -118,11 +119,19 @@ class HFModel:
             ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
         return self.flat_logits(ids, plan.positions, keep)
 
-    def flat_logits(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """`ids [T]`, `positions [T]`, `keep [K]` (None: all rows) -> float32 `[K, V]`."""
-        inputs = {"input_ids": ids[None], "use_cache": False}
-        if self._takes_positions:
-            inputs["position_ids"] = positions[None]
+    def flat_logits(
+        self, ids: torch.Tensor, positions: torch.Tensor | None, keep: torch.Tensor | None = None, **more: Any
+    ) -> torch.Tensor:
+        """`ids [T]`, `positions [T]`, `keep [K]` (None: all rows) -> float32 `[K, V]`.
+
+        Positions count from 0, whatever the model's first one is; None: as the model counts when it is not told.
+        `more`: further arguments of the module.
+        """
+        inputs = {"input_ids": ids[None], "use_cache": False, **more}
+        if self._takes_positions and positions is not None:
+            inputs["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
+        if self._past is not None and positions is not None:
+            inputs[self._past] = past.Past.of(positions)
         if keep is not None and self._keeps:
             inputs["logits_to_keep"] = keep
         logits = self.module(**inputs)[0][0]  # [T or K, V]
@@ -131,16 +140,21 @@ class HFModel:
         return logits.float()
 
     def _dry_forward(self) -> None:
-        with torch.inference_mode():
-            ids = torch.arange(3, 3 + DRY, device=self.device) % self.vocab_size
-            self.flat_logits(ids, torch.arange(DRY, device=self.device), torch.tensor([DRY - 1], device=self.device))
+        self._few_at(0)
 
-    def _dry_at(self, positions: np.ndarray) -> None:
+    def _few_at(self, start: int | None) -> None:
+        """A few tokens at the positions start, start + 1, ...; None: where the model puts them."""
+        with torch.inference_mode():
+            at = torch.arange(DRY, device=self.device)
+            ids = (at + 3) % self.vocab_size
+            self.flat_logits(ids, None if start is None else at + start, at[-1:])
+
+    def _dry_at(self, positions: np.ndarray, **more: Any) -> None:
         """One token id at each of the positions `[P]`: rows that only their position tells apart."""
         with torch.inference_mode():
             ids = torch.full((len(positions),), self.vocab_size // 2, device=self.device)
             at = torch.from_numpy(positions).to(self.device)
-            self.flat_logits(ids, at, torch.tensor([0], device=self.device))
+            self.flat_logits(ids, at, torch.tensor([0], device=self.device), **more)
 
     def __repr__(self) -> str:
         return f"HFModel({self.name}, {len(self.layers)} attention layers, {self.dtype}, {self.device})"
@@ -160,7 +174,8 @@ def _ends(module, config) -> tuple[frozenset[int], int | None]:
 def _bytes(module: nn.Module) -> int:
     seen, total = set(), 0
     for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        place = tensor.data_ptr() or id(tensor)  # what has no memory has no address
+        if place not in seen:
+            seen.add(place)
             total += tensor.nbytes
     return total

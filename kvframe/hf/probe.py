@@ -42,6 +42,7 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
     rules: list[tuple[torch.Tensor, Callable]] = field(default_factory=list)  # (mask that was handed out, its rule)
     ran: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules that look like attention and ran
+    convolved: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules that hold a convolution and ran
 
     def attention(self, module, query, key, value, attention_mask=None, **kwargs):
         self.calls.append(Call(module, query, key, value, attention_mask, kwargs))
@@ -67,7 +68,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the probe found: layers in order of their calls, their modules, and learned sinks."""
+    """What the probe found: layers in order of their calls, their modules (one that is called again stands there
+    again), and learned sinks."""
 
     layers: tuple[LayerSpec, ...]
     modules: list[nn.Module]
@@ -97,9 +99,13 @@ def record(module: nn.Module, dry_forward: Callable[[], None]) -> Recorder:
     seam.register(NAME, lambda *a, **k: _current.attention(*a, **k))
     AttentionMaskInterface.register(NAME, lambda *a, **k: _current.mask(*a, **k))
     hooks = [
-        part.register_forward_pre_hook(lambda part, _, name=name: recorder.ran.append((name, part)))
+        part.register_forward_pre_hook(lambda part, _, name=name, seen=seen: seen.append((name, part)))
         for name, part in module.named_modules()
-        if ATTENTION_LIKE.search(type(part).__name__)
+        for seen, of_its_kind in (
+            (recorder.ran, ATTENTION_LIKE.search(type(part).__name__)),
+            (recorder.convolved, _convolution(part) > 1),
+        )
+        if of_its_kind
     ]
     try:
         with seam.implementation(module, NAME):
@@ -120,6 +126,13 @@ def record(module: nn.Module, dry_forward: Callable[[], None]) -> Recorder:
 def facts(module: nn.Module, recorder: Recorder) -> Facts:
     """Calls -> LayerSpecs, or a refusal."""
     calls, name = recorder.calls, type(module).__name__
+    if recorder.convolved:
+        path, part = recorder.convolved[0]
+        raise UnsupportedModelError(
+            f"{name}: {path} ({type(part).__name__}) ran and holds a convolution over {_convolution(part)} tokens: "
+            "a state outside attention, which this engine does not keep",
+            fix="use a model whose only memory is attention",
+        )
     called = {id(call.module) for call in calls}
     for path, part in recorder.ran:
         if not any(id(inner) in called for inner in part.modules()) and not _inside(module, path, called):
@@ -133,14 +146,9 @@ def facts(module: nn.Module, recorder: Recorder) -> Facts:
             f"{name}: no layer called transformers' attention interface in a forward, so there is nothing to cache",
             fix="use a model whose attention goes through transformers' AttentionInterface",
         )
-    seen: dict[int, int] = {}
     layers, sinks, fitted = [], {}, {}
     for index, call in enumerate(calls):
         where = f"{name}: attention layer {index} ({type(call.module).__name__})"
-        if id(call.module) in seen:
-            first = seen[id(call.module)]
-            raise UnsupportedModelError(f"{where} is called again in one forward (first as layer {first})")
-        seen[id(call.module)] = index
         spec, sink = _spec(where, index, call, calls, layers, recorder, fitted)
         layers.append(spec)
         if sink is not None:
@@ -157,7 +165,7 @@ def _spec(where, index, call, calls, layers, recorder, fitted) -> tuple[LayerSpe
     if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0] == 1):
         refuse(f"q, k, v have the shapes {[tuple(x.shape) for x in (q, k, v)]}, not [1, heads, tokens, size]")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
-        refuse(f"{q.shape[2]} queries meet {k.shape[2]} keys in a forward without a cache (cross-attention?)")
+        refuse(f"{q.shape[2]} queries meet {k.shape[2]} keys in a forward without a cache: not a key for each token")
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         refuse(f"query, key, value heads and sizes do not match: {[tuple(x.shape) for x in (q, k, v)]}")
     for key, value in kwargs.items():
@@ -165,10 +173,11 @@ def _spec(where, index, call, calls, layers, recorder, fitted) -> tuple[LayerSpe
             refuse(f"gets {key}, a tensor {tuple(value.shape)} that changes its scores")
     if kwargs.get("is_causal") is False:
         refuse("is not causal (is_causal=False)")
-    window = _window(refuse, call, recorder, fitted)
+    rule = _rule(refuse, call, recorder, fitted)
     source = next((c for c in range(index) if _same(calls[c].key, k) and _same(calls[c].value, v)), None)
-    if source is not None and layers[source].window != window:
-        refuse(f"reads the keys of layer {source} under another window ({window}, not {layers[source].window})")
+    if source is not None and (layers[source].window, layers[source].chunk) != (rule.window, rule.chunk):
+        other = masks.Fit(layers[source].window, layers[source].chunk)
+        refuse(f"reads the keys of layer {source} under another rule ({rule.name}, not {other.name})")
     scale = kwargs.get("scaling")
     sink = next((kwargs[n] for n in ("s_aux", "sinks") if kwargs.get(n) is not None), None)
     if sink is not None and sink.numel() != q.shape[1]:
@@ -181,7 +190,8 @@ def _spec(where, index, call, calls, layers, recorder, fitted) -> tuple[LayerSpe
         k_dim=k.shape[3],
         v_dim=v.shape[3],
         scale=float(scale) if scale is not None else k.shape[3] ** -0.5,
-        window=window,
+        window=rule.window,
+        chunk=rule.chunk,
         softcap=float(softcap) if softcap else None,
         sinks=sink is not None,
         kv_source=source,
@@ -190,8 +200,8 @@ def _spec(where, index, call, calls, layers, recorder, fitted) -> tuple[LayerSpe
     return spec, sink
 
 
-def _window(refuse, call: Call, recorder: Recorder, fitted: dict) -> int | None:
-    """The window of a layer: from its mask's rule, and from the keyword when that is smaller."""
+def _rule(refuse, call: Call, recorder: Recorder, fitted: dict) -> masks.Fit:
+    """What a query of the layer sees: from the rule of its mask."""
     if call.mask is None:
         refuse("gets no mask in a forward of several tokens, so it is not causal")
     rule = recorder.rule(call.mask)
@@ -202,10 +212,15 @@ def _window(refuse, call: Call, recorder: Recorder, fitted: dict) -> int | None:
         )
     if id(rule) not in fitted:
         fitted[id(rule)] = masks.fit(rule)
-    fits, window, what = fitted[id(rule)]
-    if not fits:
-        refuse(f"its mask is neither causal nor causal with a window: {what}")
-    return window
+    found = fitted[id(rule)]
+    if found.what:
+        refuse(f"its mask is neither causal nor causal with a window or with chunks: {found.what}")
+    return found
+
+
+def _convolution(part: nn.Module) -> int:
+    """Tokens that a convolution of the module itself looks at; 0: it holds none."""
+    return max((child.kernel_size[0] for child in part.children() if isinstance(child, nn.Conv1d)), default=0)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
+LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length",
+    "max_target_positions",
+)  # fmt: skip
 UNBOUNDED = 1 << 20  # for models that state no longest position
 
 

@@ -30,12 +30,29 @@ class Running:
 
 
 class Binding:
-    """The attribute of one attention module: its place among the model's attention layers, and what it does."""
+    """The attribute of one attention module: its place among the model's attention layers, and what it does.
 
-    __slots__ = ("layer", "running", "spec")
+    A model that runs a module several times in one forward (loops over its layers) has as many attention layers in it,
+    each with keys and values of its own; `turn` says whose turn it is.
+
+    Attributes:
+        spec: of the first one. layers: index of each, in order of the calls.
+    """
+
+    __slots__ = ("calls", "layers", "plan", "running", "spec")
 
     def __init__(self, spec: LayerSpec, running: Running):
-        self.layer, self.spec, self.running = spec.index, spec, running
+        self.spec, self.running, self.layers = spec, running, [spec.index]
+        self.plan, self.calls = None, 0
+
+    def turn(self) -> int:
+        """The layer that is called now. A new plan is a new forward, whatever became of the one before."""
+        if len(self.layers) == 1:
+            return self.layers[0]
+        if self.plan is not self.running.plan:
+            self.plan, self.calls = self.running.plan, 0
+        self.calls += 1
+        return self.layers[(self.calls - 1) % len(self.layers)]
 
 
 def attention(module, query, key, value, attention_mask=None, **kwargs):
@@ -43,7 +60,7 @@ def attention(module, query, key, value, attention_mask=None, **kwargs):
     binding = module._kvframe
     running = binding.running
     out = running.cache.attend(
-        binding.layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), running.plan
+        binding.turn(), query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), running.plan
     )
     return out.unsqueeze(0), None
 
@@ -61,8 +78,13 @@ def bind(modules: list[nn.Module], layers: tuple[LayerSpec, ...]) -> Running:
     register(NAME, attention)
     before = getattr(modules[0], ATTRIBUTE, None)
     running = Running() if before is None else before.running
+    bound: dict[int, Binding] = {}
     for module, spec in zip(modules, layers, strict=True):
-        object.__setattr__(module, ATTRIBUTE, Binding(spec, running))
+        if id(module) in bound:
+            bound[id(module)].layers.append(spec.index)
+            continue
+        bound[id(module)] = Binding(spec, running)
+        object.__setattr__(module, ATTRIBUTE, bound[id(module)])
     return running
 
 

@@ -45,6 +45,9 @@ def random_model(
     return HFModel(module, f"random-{shape}", None, verify)
 
 
+random_model.skeleton = "kvframe.hf.skeleton.of_shape"
+
+
 class FastRandom(TorchDispatchMode):
     """Random initialisation by copying: each tensor is cut from one block of normal draws.
 

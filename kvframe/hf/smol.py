@@ -35,7 +35,7 @@ def smollm2(
         verify: see kvframe.hf.verify; done once per dtype, device and versions, since the weights are known.
     Raises: MissingPackageError when the package is not installed; ConfigError when its file is not the known one.
     """
-    folder = cache_folder(cache_dir) / f"smollm2-135m-instruct-{SHA256[:8]}-{FORMAT}"
+    folder = _folder(cache_dir)
     key = f"{torch_dtype(dtype)} {torch_device(device).type}"  # a typo there is answered before the work
     known = Verified(folder)
     how = {"dtype": dtype, "device": device, "verify": verify and key not in known, "label": "smollm2"}
@@ -54,6 +54,30 @@ def smollm2(
     if model.verified is not None:
         known.add(key)
     return model
+
+
+smollm2.skeleton = "kvframe.hf.skeleton.of_smollm2"
+
+
+def config(cache_dir: str | None = None) -> dict:
+    """The content of config.json: of the converted copy, which is read sooner, or else from the GGUF file."""
+    from kvframe.hf import gguf
+
+    try:
+        return json.loads((_folder(cache_dir) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return _config(*gguf.header(gguf_path()))
+
+
+def _config(fields: dict, names) -> dict:
+    from kvframe.hf import gguf
+
+    eos = [fields["tokenizer.ggml.eos_token_id"], END_OF_TEXT]
+    return gguf.llama_config(fields, tied="lm_head.weight" not in names, eos=eos)
+
+
+def _folder(cache_dir: str | None) -> Path:
+    return cache_folder(cache_dir) / f"smollm2-135m-instruct-{SHA256[:8]}-{FORMAT}"
 
 
 class Verified:
@@ -110,8 +134,7 @@ def convert(folder: Path) -> dict:
         )
     say("  reading and dequantizing the weights ...")
     fields, tensors = gguf.read(path)
-    eos = [fields["tokenizer.ggml.eos_token_id"], END_OF_TEXT]
-    config = gguf.llama_config(fields, tied="lm_head.weight" not in tensors, eos=eos)
+    config = _config(fields, tensors)
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
     generation = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), "utf-8")

@@ -25,9 +25,9 @@ from kvframe.errors import UnsupportedModelError
 from kvframe.hf import seam
 from kvframe.kernels.reference import attend_one
 
-HALF = 3  # tokens of each half of B; more when a short window would not be reached
+HALF = 3  # tokens of each half of B; more when the end of a short window or chunk would not be reached
 NEIGHBOURS = 2, 1  # tokens of A and of C
-SHORT = 16  # windows up to this size are reached by B
+SHORT = 16  # windows and chunks up to this size are left behind by B
 
 # Highest error in units of the logits' standard deviation. In low precision it is the middle token's, because a
 # mixture of experts may route one token differently after a rounding; in fp32 it is the worst token's.
@@ -59,6 +59,8 @@ class TinyCache:
             mask = k_pos <= q_pos
             if spec.window is not None:
                 mask = mask & (q_pos - k_pos < spec.window)
+            if spec.chunk is not None:
+                mask = mask & (q_pos // spec.chunk == k_pos // spec.chunk)
             out[start:stop] = attend_one(q[start:stop], keys, values, mask, spec, self.sinks.get(layer))
         return out
 
@@ -70,8 +72,8 @@ def verify(model) -> float:
         model: an HFModel whose layers are bound.
     Raises: UnsupportedModelError with the measured difference.
     """
-    windows = [spec.window for spec in model.layers if spec.window is not None and spec.window <= SHORT]
-    half = max(HALF, (max(windows, default=0) + 5) // 2)
+    sizes = [n for spec in model.layers for n in (spec.window, spec.chunk) if n is not None and n <= SHORT]
+    half = max(HALF, (max(sizes, default=0) + 5) // 2)
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, model.vocab_size, (2 * half + sum(NEIGHBOURS),), generator=draws).to(model.device)
     b, a, c = tokens.split([2 * half, *NEIGHBOURS])
@@ -84,7 +86,7 @@ def verify(model) -> float:
     alone = leak = 0.0
     try:
         with torch.inference_mode(), seam.implementation(model.module, "eager"):
-            eager = model.flat_logits(b, torch.arange(len(b), device=b.device))
+            eager = model.flat_logits(b, None)
         fresh()
         one = _step(model, [("a", a, 0), ("b", b[:half], 0)])[len(a) :]
         two = _step(model, [("c", c, 0), ("b", b[half:], half)])[len(c) :]

@@ -60,7 +60,7 @@ class CpuKernel(Kernel):
     def __init__(self):
         self._plan: StepPlan | None = None
         self._work: dict[tuple, Work] = {}
-        self._readers: dict[int, tuple[Codec, Codec, Reader, Reader]] = {}
+        self._readers: dict[int, tuple[Codec, Codec, LayerSpec, Reader, Reader]] = {}
         self._args = (ctypes.c_int64 * 32)()
         self._at = ctypes.addressof(self._args)
         self._buffers: dict[str, np.ndarray] = {}
@@ -135,14 +135,14 @@ class CpuKernel(Kernel):
 
     def _read(self, storage: LayerStorage) -> tuple[Reader, Reader]:
         """How the planes of a layer are read."""
-        held = self._readers.get(id(storage))
-        if held is None or held[0] is not storage.codec_k or held[1] is not storage.codec_v:
+        codecs, spec = (storage.codec_k, storage.codec_v), storage.spec
+        held = self._readers.get(id(storage))  # which may have been the id of a layer that is gone
+        if held is None or held[0] is not codecs[0] or held[1] is not codecs[1] or held[2] is not spec:
             if len(self._readers) > 4096:  # layers of caches that are gone
                 self._readers.clear()
-            codecs, spec = (storage.codec_k, storage.codec_v), storage.spec
             found = [reader(codec, dim, spec.dtype) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
-            held = self._readers[id(storage)] = (*codecs, *found)
-        return held[2], held[3]
+            held = self._readers[id(storage)] = (*codecs, spec, *found)
+        return held[3], held[4]
 
     def attend(
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None

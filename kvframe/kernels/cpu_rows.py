@@ -10,8 +10,11 @@ from __future__ import annotations
 from numba import njit
 from numba.extending import overload
 
+from kvframe.kernels.cpu_bits import HIDDEN_NAN
 from kvframe.kernels.cpu_vector import (
     POINTERS,
+    add8,
+    any_ones,
     f32,
     fma,
     i64,
@@ -19,12 +22,15 @@ from kvframe.kernels.cpu_vector import (
     load,
     load8,
     mul8,
+    nan8,
     prefetch,
     put,
     put8,
     put_sums,
     shift,
+    sizes32,
     splat,
+    sum_of,
 )
 
 TILE = 32  # keys per rescale of the online softmax; a multiple of 8
@@ -176,12 +182,55 @@ def spread(target, table, codes, h0, h1, hkv, dim, slots, n):
             put(row, i, load(table, i64(load(source, i))))
 
 
+@njit(**LEAF)
+def has_nan(x, row, slots, n, start, stop):
+    """Whether some code [start, stop) of the rows `slots[0 .. n)` is a NaN that loading does not show."""
+    x0 = x1 = splat(f32(0.0))
+    for t in range(n):
+        codes, i = shift(x, load(slots, t) * row), start
+        while i + 64 <= stop:
+            x0, x1 = sizes32(codes, i, 32, x0), sizes32(codes, i + 32, 32, x1)
+            i += 64
+        while i < stop:
+            x0 = sizes32(codes, i, 8, x0)
+            i += 8
+    return any_ones(x0) or any_ones(x1)
+
+
+@njit(**LEAF)
+def spoil_scores(s, h0, h1, heads, k, row, slots, n, dim):
+    """Makes the scores NaN of keys that hold one. Arguments as of `key_scores`."""
+    for t in range(n):
+        for h in range(h0, h1):
+            codes, nan = shift(k, load(slots, t) * row + h * dim), splat(f32(0.0))
+            for d in range(0, dim, 8):
+                nan = add8(nan, nan8(codes, d))
+            nothing = sum_of(nan)  # 0, or NaN
+            for head in range(h * heads, (h + 1) * heads):
+                put(s, head * TILE + t, load(s, head * TILE + t) + nothing)
+
+
+@njit(**LEAF)
+def spoil_values(acc, h0, h1, heads, v, row, slots, n, dim):
+    """Makes the channels of `acc` NaN in which a value holds one. Arguments as of `add_values`."""
+    for head in range(h0 * heads, h1 * heads):
+        for t in range(n):
+            codes = shift(v, load(slots, t) * row + head // heads * dim)
+            for d in range(0, dim, 8):
+                put8(acc, head * dim + d, add8(load8(acc, head * dim + d), nan8(codes, d)))
+
+
 def scores_of(s, q, h0, h1, heads, k, row, slots, n, dim, table, room, order):
-    """`key_scores`, and before it `spread` where keys are codes of a table. numba chooses by the type of `k`."""
+    """`key_scores`, with what the type of `k` asks for: `spread` before it where keys are codes of a table, and NaN
+    after it where loading does not show them. numba chooses."""
 
 
 def add_to(acc, s, h0, h1, heads, v, row, slots, n, dim, table, room, order):
     """`add_values`, likewise."""
+
+
+def hides_nan(x) -> bool:
+    return getattr(x.dtype, "format", None) in HIDDEN_NAN
 
 
 @overload(scores_of, strict=False)
@@ -193,7 +242,12 @@ def _scores_of(s, q, h0, h1, heads, k, row, slots, n, dim, table, room, order):
         spread(room, table, k, h0, h1, row // dim, dim, slots, n)
         key_scores(s, q, h0, h1, heads, room, row, order, n, dim)
 
-    return by_table if k.dtype == POINTERS["uint8"] else direct
+    def mended(s, q, h0, h1, heads, k, row, slots, n, dim, table, room, order):
+        key_scores(s, q, h0, h1, heads, k, row, slots, n, dim)
+        if has_nan(k, row, slots, n, h0 * dim, h1 * dim):
+            spoil_scores(s, h0, h1, heads, k, row, slots, n, dim)
+
+    return mended if hides_nan(k) else by_table if k.dtype == POINTERS["uint8"] else direct
 
 
 @overload(add_to, strict=False)
@@ -205,4 +259,9 @@ def _add_to(acc, s, h0, h1, heads, v, row, slots, n, dim, table, room, order):
         spread(room, table, v, h0, h1, row // dim, dim, slots, n)
         add_values(acc, s, h0, h1, heads, room, row, order, n, dim)
 
-    return by_table if v.dtype == POINTERS["uint8"] else direct
+    def mended(acc, s, h0, h1, heads, v, row, slots, n, dim, table, room, order):
+        add_values(acc, s, h0, h1, heads, v, row, slots, n, dim)
+        if has_nan(v, row, slots, n, h0 * dim, h1 * dim):
+            spoil_values(acc, h0, h1, heads, v, row, slots, n, dim)
+
+    return mended if hides_nan(v) else by_table if v.dtype == POINTERS["uint8"] else direct

@@ -142,6 +142,49 @@ def load8(context, p, i):
 
 
 @intrinsic
+def nan8(context, p, i):
+    """NaN where the code `p[i : i + 8]` is NaN, else 0; for formats of HIDDEN_NAN in `cpu_bits`."""
+
+    def build(b, p, i):
+        codes = b.load(b.bitcast(b.gep(p, [i]), cpu_bits.B8.as_pointer()), align=1)
+        return b.select(cpu_bits.find_nan(b, codes), full(float("nan")), full(0.0))
+
+    return vector(p, i64), code(build)
+
+
+@intrinsic(prefer_literal=True)
+def sizes32(context, p, i, size, top):
+    """The larger of `top`, 32 bytes, and the codes `p[i : i + size]`, pair by pair and without their signs; `size` is 8
+    or 32, a constant."""
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    n = size.literal_value
+    few, all = (ir.VectorType(ir.IntType(8), k) for k in (n, 32))
+
+    def build(b, p, i, size, top):
+        codes = b.load(b.bitcast(b.gep(p, [i]), few.as_pointer()), align=1)
+        if n < 32:
+            codes = b.bitcast(b.zext(b.bitcast(codes, ir.IntType(8 * n)), ir.IntType(256)), all)
+        codes = b.or_(codes, full(0x80, all))
+        top = b.bitcast(top, all)
+        return b.bitcast(b.select(b.icmp_unsigned(">", codes, top), codes, top), V8)
+
+    return vector(p, i64, size, vector), code(build)
+
+
+@intrinsic
+def any_ones(context, x):
+    """Whether one of the 32 bytes of the vector is all ones."""
+    whole = ir.VectorType(ir.IntType(8), 32)
+
+    def build(b, x):
+        found = b.sext(b.icmp_signed("==", b.bitcast(x, whole), full(0xFF, whole)), whole)
+        return b.icmp_unsigned("!=", b.bitcast(found, ir.IntType(256)), ir.IntType(256)(0))
+
+    return types.boolean(vector), code(build)
+
+
+@intrinsic
 def put8(context, p, i, x):
     """`p[i : i + 8] = x`."""
     item = p.dtype

@@ -8,13 +8,16 @@ L tokens of one request in its table, C new tokens of one request, O of the L th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from kvframe import tails
 from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels.weighing import weigh
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -147,12 +150,17 @@ def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) 
         p = torch.softmax(scores, dim=-1)
     if isinstance(v, Open):
         at = p.shape[-1] - len(v.raw)
-        out = torch.einsum("hgcl,lhd->chgd", p[..., at:] * v.own, v.raw)
-        p[..., at:] *= ~v.own
-        out += torch.einsum("hgcl,lhd->chgd", p, v.codes)
+        own = F.pad(v.own, (at, 0))  # [C, L]
+        out = weighed(p[..., at:] * v.own, v.raw, mask[:, at:] & v.own) + weighed(p * ~own, v.codes, mask & ~own)
     else:
-        out = torch.einsum("hgcl,lhd->chgd", p, v)
-    return out.reshape(C, Hq, -1).to(q.dtype)
+        out = weighed(p, v, mask)
+    return out.permute(2, 0, 1, 3).reshape(C, Hq, -1).to(q.dtype)
+
+
+def weighed(p, v, mask) -> torch.Tensor:
+    """Sums of `v [L, Hkv, Dv]` under the weights `p [Hkv, G, C, L]`, 0 where `mask [C, L]` is -> `[Hkv, G, C, Dv]`."""
+    v = v.transpose(0, 1)
+    return torch.einsum("hgcl,hld->hgcd", p, v) if len(mask) == 1 or math.isfinite(v.sum()) else weigh(p, v, mask)
 
 
 def score(q, k, spec: LayerSpec, second=None) -> torch.Tensor:

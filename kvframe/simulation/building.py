@@ -17,7 +17,7 @@ from kvframe.types import CacheStats, LayerSpec, PlaneSpec
 class OneSlot(Layout):
     """A block is one slot: how mode=reference lays out hash ids, whatever the config says."""
 
-    def block_size(self, max_len: int) -> int:
+    def block_size(self, max_len: int, unit: int = 1) -> int:
         return 1
 
 

@@ -11,9 +11,11 @@ from kvframe.types import Request
 
 def poison_free(cache) -> None:
     """Fills every block that nobody holds, and the null block, with NaN (or -128); and what no request has in its row
-    of the tails, but for rows that a waiting copy will read."""
+    of the tails, but for rows that a waiting copy will read. Of a cache that is no BlockKVCache nothing is known."""
     import numpy as np
 
+    if getattr(cache, "pools", None) is None or getattr(cache, "storage", None) is None:
+        return
     for group, pool in enumerate(cache.pools):
         cache.storage.poison(group, np.append(pool.free_blocks(), 0))
     if any(cache.storage.tails()):

@@ -1,7 +1,7 @@
 """Tiny models of many architectures, built from configs: nothing is downloaded.
 
-Each is a few layers in fp32 with weights large enough that the two best logits are rarely close. ARCHS must
-work; REFUSED must be refused by the probe or by verification.
+Each is a few layers in fp32 with weights large enough that the two best logits are rarely close. ARCHS must work, and
+CHUNKED too, whose masks only the `reference` kernel knows; REFUSED must be refused by the probe or by verification.
 """
 
 from __future__ import annotations
@@ -117,11 +117,13 @@ TABLE: dict[str, tuple[str, str, dict]] = {
         "Llama4TextConfig",
         "Llama4ForCausalLM",
         {
+            "num_hidden_layers": 4,
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 64,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
-            "no_rope_layers": [1, 1],
+            "no_rope_layers": [1, 1, 1, 0],
+            "floor_scale": 16,
         },
     ),
     "falcon": (
@@ -149,8 +151,9 @@ TABLE: dict[str, tuple[str, str, dict]] = {
         },
     ),
 }
-REFUSED = ("llama4", "falcon", "bloom", "mpt", "mamba", "lfm2", "qwen3_next")
-ARCHS = tuple(name for name in TABLE if name not in REFUSED)
+CHUNKED = ("llama4",)
+REFUSED = ("falcon", "bloom", "mpt", "mamba", "lfm2", "qwen3_next")
+ARCHS = tuple(name for name in TABLE if name not in (*CHUNKED, *REFUSED))
 ONLY_OWN = {"gpt2", "mpt"}  # configs with names of their own for sizes
 
 
@@ -158,7 +161,7 @@ def tiny_model(arch: str, seed: int = 0, **options) -> nn.Module:
     """A tiny causal LM in fp32, eval mode, with seeded weights.
 
     Args:
-        arch: one of ARCHS or REFUSED. options: config values that replace the table's.
+        arch: one of ARCHS, CHUNKED or REFUSED. options: config values that replace the table's.
     Raises: KeyError naming the valid names.
     """
     import transformers
@@ -180,7 +183,8 @@ def spread(module: nn.Module, seed: int = 0) -> None:
     """Redraws all weights so that signals keep their size through the layers and logits differ clearly.
 
     Matrices get a standard deviation of `1.2 / sqrt(fan in)`, other parameters (norms, biases, learned sinks)
-    move by 0.2 from where they are. Embeddings have a standard deviation of 1.
+    move by 0.2 from where they are, or by a fifth of themselves where they are small and not zero. Embeddings have a
+    standard deviation of 1.
     """
     draws = torch.Generator().manual_seed(seed)
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -192,7 +196,8 @@ def spread(module: nn.Module, seed: int = 0) -> None:
             elif parameter.dim() >= 2:
                 parameter.copy_(noise * (1.2 / max(parameter.shape[-1], 1) ** 0.5))
             else:
-                parameter.nan_to_num_().clamp_(-3, 3).add_(noise * 0.2)
+                size = float(parameter.nan_to_num_().clamp_(-3, 3).square().mean().sqrt())
+                parameter.add_(noise * (0.2 * min(size, 1.0) if size else 0.2))
         for part in module.modules():
             if isinstance(getattr(part, "sinks", None), nn.Parameter):
                 part.sinks.copy_(torch.randn(part.sinks.shape, generator=draws) + 1.0)

@@ -6,7 +6,7 @@ Sources: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurI
 
 The library cuts a tensor into blocks of at least 32 (8-bit: 64) numbers, wherever they come from. Here each vector of
 a token and head is filled up with zeros to whole blocks, so no block reaches into another token's vector; zeros change
-no scale, and their codes are not stored.
+no scale, and their codes are not stored. A NaN makes its block NaN; an infinity counts as the largest float32.
 
     D = 80, blocks of 64      [64 numbers][16 numbers, 48 zeros]     two scales, 80 codes kept
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 import math
 
-from kvframe.errors import ConfigError, MissingPackageError
+from kvframe.errors import MissingPackageError, OptionError
 from kvframe.interfaces import Codec
 from kvframe.types import PlaneSpec
 
@@ -28,7 +28,7 @@ class Blockwise(Codec):
 
     Args:
         block: most numbers that share a scale; of a vector that is shorter there is one block.
-    Raises: ConfigError for a size that the library does not know; MissingPackageError without the library.
+    Raises: OptionError for a size that the library does not know; MissingPackageError without the library.
     """
 
     exact = False
@@ -37,8 +37,7 @@ class Blockwise(Codec):
 
     def __init__(self, block: int = 64):
         if isinstance(block, bool) or not isinstance(block, int) or block not in self.sizes:
-            valid = [str(size) for size in self.sizes]
-            raise ConfigError(f"cache.codec.block={block!r} cannot be used", options=valid, fix="cache.codec.block=64")
+            raise OptionError("block", block, options=[str(size) for size in self.sizes], fix="{name}=64")
         if importlib.util.find_spec(PACKAGE) is None:
             raise MissingPackageError(
                 f"cache/codec={type(self).__name__.lower()} needs the package {PACKAGE!r}, which is not installed",
@@ -59,8 +58,10 @@ class Blockwise(Codec):
         if not whole.numel():
             empty = x.new_empty(*lead, math.ceil(dim / self.block), dtype=torch.float32)
             return {"payload": x.new_empty(*lead, kept, dtype=torch.uint8), "absmax": empty}
-        codes, absmax = self.quantize(whole)
-        return {"payload": codes.reshape(*lead, -1)[..., :kept], "absmax": absmax.reshape(*lead, -1)}
+        bad = whole.unflatten(-1, (-1, self.block)).isnan().any(-1)  # [..., blocks]; neither type has a code for NaN
+        codes, absmax = self.quantize(whole.nan_to_num())
+        absmax = absmax.reshape(*lead, -1).masked_fill(bad, float("nan"))
+        return {"payload": codes.reshape(*lead, -1)[..., :kept], "absmax": absmax}
 
     def decode(self, planes, dtype):
         import torch
@@ -74,11 +75,11 @@ class Blockwise(Codec):
         return self.dequantize(codes, absmax)[..., :dim].to(dtype)
 
     def conflicts(self, others):
-        wrong = {dim for layer in others.layers for dim in (layer.k_dim, layer.v_dim) if dim * self.bits % 8}
+        wrong = {dim for _, _, dim in others.stored if dim * self.bits % 8}
         if not wrong:
             return []
-        sizes = " and ".join(map(str, sorted(wrong)))
-        return [f"two codes share a byte, and heads of {sizes} numbers do not fill theirs: cache/codec=bnb8"]
+        sizes, fix = " and ".join(map(str, sorted(wrong))), others.choose_codec("bnb8")
+        return [f"two codes share a byte, and heads of {sizes} numbers do not fill theirs: {fix}"]
 
 
 class NF4(Blockwise):

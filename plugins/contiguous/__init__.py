@@ -13,5 +13,5 @@ from kvframe.interfaces import Layout
 class Contiguous(Layout):
     """One block per request."""
 
-    def block_size(self, max_len: int) -> int:
+    def block_size(self, max_len: int, unit: int = 1) -> int:
         return max_len

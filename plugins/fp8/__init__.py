@@ -18,7 +18,7 @@ import numpy as np
 from kvframe_plugins.fp8 import scales as fixed_scales
 from kvframe_plugins.fp8.formats import FORMATS, Format
 
-from kvframe.errors import ConfigError
+from kvframe.errors import OptionError
 from kvframe.interfaces import Codec
 from kvframe.types import PlaneSpec
 
@@ -32,7 +32,7 @@ class Fp8(Codec):
         format: e4m3 or e5m2.
         scales: None: one scale per token and KV head. Else the fixed scale of all layers (a number), of each layer
             (a mapping of layer index to a number, or to {k: number, v: number}), or a file of `kvframe calibrate`.
-    Raises: ConfigError for a value that cannot be.
+    Raises: OptionError for a value that cannot be.
     """
 
     exact = False
@@ -40,22 +40,26 @@ class Fp8(Codec):
 
     def __init__(self, format: str = "e4m3", scales=None):
         if not isinstance(format, str) or format not in FORMATS:
-            raise ConfigError(
-                f"cache.codec.format={format!r} does not exist", options=FORMATS, fix="cache.codec.format=e4m3"
-            )
+            raise OptionError("format", format, "does not exist", options=FORMATS, fix="{name}=e4m3")
         self.format: Format = FORMATS[format]
         self.peak = self.format.largest
         self.scales = fixed_scales.read(scales, self.peak)
         self._bound: dict[tuple[int, str], Fp8] = {}
 
     def for_layer(self, layer, kind):
-        if self.scales is None or self.fixed is not None:
+        scale = None if self.scales is None or self.fixed is not None else self.scales.of(layer.index, kind)
+        if scale is None:  # there is none to bind, or none for this layer: a conflict
             return self
         if (layer.index, kind) not in self._bound:
             bound = Fp8(self.format.name)
-            bound.scales, bound.fixed = self.scales, self.scales.of(layer.index, kind)
+            bound.scales, bound.fixed = self.scales, scale
             self._bound[layer.index, kind] = bound
         return self._bound[layer.index, kind]
+
+    def conflicts(self, others):
+        """Fixed scales that are not those of the model."""
+        stored = {layer.index for layer, _, _ in others.stored}
+        return [] if self.scales is None else list(self.scales.conflicts(stored, len(others.layers), others.codec_key))
 
     def values(self):
         return self.format.values()

@@ -11,6 +11,11 @@ kvframe.sealing): the last, open group of each request stays in full precision, 
     value   code = round((x - zero[part])    / scale[part])        scale, zero per token and `value_group` channels
     x' = zero + scale * code,  |x - x'| <= scale / 2
 
+Numbers that share a scale suffer together, and nobody else does: of a key the same channel of all tokens of the group,
+of a value `value_group` channels of one token and head. A huge number costs the others among them their precision. What
+is beyond the range of scales, infinities too, counts as its end: 65,504 for float16, 2 ** 126 else; so whatever is not
+NaN comes back as a finite number. Codes have no NaN: one makes all that share its scale NaN.
+
 For 2 x 64 numbers of one token and head, against 256 bytes in bf16: 32 + 32 bytes of codes, 8 for scales and zeros of
 the keys (4 * 64 / 32), 8 for those of the values: 80 bytes, 0.3125.
 """
@@ -20,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvframe.errors import ConfigError
+from kvframe.errors import OptionError
 from kvframe.interfaces import Codec
 from kvframe.types import PlaneSpec
 
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
 BITS = (4, 2, 8)
 SCALES = ("float16", "bfloat16", "float32")
+FAR = 2.0**126  # no difference of two numbers up to this one overflows float32
+HALF = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,9 @@ class Int4(Codec):
         bits: 4; 2 (KIVI's other width: visibly worse) and 8 are allowed, and are then what they are.
         group: tokens that are sealed together, an even number; paged blocks hold a multiple of it.
         value_group: channels of a value that share a scale; the last ones of a vector may be fewer.
-        scale_dtype: of scales and zeros. float16 is finer, and saturates at 65,504; bfloat16 has the range of float32
-            and errors as large as 1/256 of a channel's mean.
-    Raises: ConfigError for a value that cannot be.
+        scale_dtype: of scales and zeros. float16 is finer; bfloat16 has the range of float32 and errors as large as
+            1/256 of a channel's mean.
+    Raises: OptionError for a value that cannot be.
     """
 
     bits: int = 4
@@ -52,25 +59,15 @@ class Int4(Codec):
 
     def __post_init__(self):
         rules = (
-            ("bits", _integer(self.bits) and self.bits in BITS, [str(b) for b in BITS], "cache.codec.bits=4"),
-            (
-                "group",
-                _integer(self.group) and self.group >= 2 and self.group % 2 == 0,
-                ["an even integer >= 2"],
-                "cache.codec.group=32",
-            ),
-            (
-                "value_group",
-                _integer(self.value_group) and self.value_group >= 1,
-                ["an integer >= 1"],
-                "cache.codec.value_group=32",
-            ),
-            ("scale_dtype", self.scale_dtype in SCALES, SCALES, "cache.codec.scale_dtype=float16"),
+            ("bits", _integer(self.bits) and self.bits in BITS, [str(b) for b in BITS]),
+            ("group", _integer(self.group) and self.group >= 2 and self.group % 2 == 0, ["an even integer >= 2"]),
+            ("value_group", _integer(self.value_group) and self.value_group >= 1, ["an integer >= 1"]),
+            ("scale_dtype", self.scale_dtype in SCALES, SCALES),
         )
-        for name, fine, options, fix in rules:
+        usual = {field.name: field.default for field in fields(self)}
+        for name, fine, options in rules:
             if not fine:
-                value = getattr(self, name)
-                raise ConfigError(f"cache.codec.{name}={value!r} cannot be used", options=options, fix=fix)
+                raise OptionError(name, getattr(self, name), options=options, fix=f"{{name}}={usual[name]}")
 
     @property
     def notes(self) -> str:
@@ -91,15 +88,15 @@ class Int4(Codec):
 
     def decode(self, planes, dtype):
         scale, zero = planes["scale"].float()[:, None], planes["zero"].float()[:, None]
-        return (zero + scale * unpack(planes["payload"], self.bits)).to(dtype)
+        return saturated(zero + scale * unpack(planes["payload"], self.bits), dtype)
 
     def conflicts(self, others):
         per = 8 // self.bits
-        wrong = {dim for layer in others.layers for dim in (layer.k_dim, layer.v_dim) if dim % per}
+        wrong = {dim for _, _, dim in others.stored if dim % per}
         if not wrong:
             return []
-        sizes = " and ".join(map(str, sorted(wrong)))
-        return [f"{per} codes share a byte, and heads of {sizes} numbers do not fill theirs: cache.codec.bits=8"]
+        sizes, fix = " and ".join(map(str, sorted(wrong))), f"{others.codec_key}.bits=8"
+        return [f"{per} codes share a byte, and heads of {sizes} numbers do not fill theirs: {fix}"]
 
     def _stored(self, codes, scale, zero):
         import torch
@@ -115,17 +112,16 @@ class Int4(Codec):
         import torch
 
         dtype = getattr(torch, self.scale_dtype)
-        most = torch.finfo(dtype).max
+        most = min(torch.finfo(dtype).max, FAR)
         zero = toward(low.clamp(-most, most), dtype, up=False)
-        # half of each, so that two ends near the largest number have a distance that is a number
-        scale = (high.clamp(-most, most) / 2 - zero / 2) / (((1 << self.bits) - 1) / 2)
-        return toward(scale.clamp(max=most), dtype, up=True), zero
+        scale = (high.clamp(-most, most) - zero) / ((1 << self.bits) - 1)
+        return toward(scale, dtype, up=True), zero
 
     def _codes(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """uint8 codes; where the scale is 0 all numbers are the zero itself. A NaN shows in scale and zero."""
         import torch
 
-        steps = ((x / 2 - zero / 2) / scale.clamp(min=torch.finfo(torch.float32).tiny) * 2).round()
+        steps = ((x.clamp(-FAR, FAR) - zero) / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
         return steps.nan_to_num(0.0).clamp(0, (1 << self.bits) - 1).to(torch.uint8)
 
 
@@ -148,7 +144,15 @@ class Int4Values(Int4):
             planes[name].float().repeat_interleave(self.value_group, -1)[..., : codes.shape[-1]]
             for name in ("scale", "zero")
         )
-        return (zero + scale * codes).to(dtype)
+        return saturated(zero + scale * codes, dtype)
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 `x` in `dtype`. The last code may stand for a little more than the number it was made of, and in float16
+    for more than there is."""
+    import torch
+
+    return (x.clamp(-HALF, HALF) if dtype == torch.float16 else x).to(dtype)
 
 
 def toward(x: torch.Tensor, dtype: torch.dtype, up: bool) -> torch.Tensor:

@@ -15,7 +15,9 @@ channels of a group, n = D / g.
 
 from __future__ import annotations
 
-from kvframe.errors import ConfigError
+import numpy as np
+
+from kvframe.errors import OptionError
 from kvframe.interfaces import Codec
 from kvframe.types import PlaneSpec
 
@@ -33,28 +35,27 @@ class Int8(Codec):
     Args:
         symmetric: False stores the smallest number as a zero point (float32) and uses all 256 codes.
         percentile: how much of a vector's numbers, in percent from the smallest size up, the scale must reach; what is
-            larger is clipped. 100 clips nothing.
+            larger is clipped. 100 clips nothing. Asymmetric codes clip that much at each end, so there it is over 50.
         group_size: channels that share a scale; None: all of the vector.
         scale_dtype: float32, or float16, rounded up so that the bound stands; what exceeds 8.3e6 is clipped then.
-    Raises: ConfigError for a value that cannot be.
+    Raises: OptionError for a value that cannot be.
     """
 
     exact = False
 
     def __init__(self, symmetric: bool = True, percentile: float = 100, group_size=None, scale_dtype: str = "float32"):
         number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
+        least = 50 if symmetric is False else 0
         size = group_size is None or (type(group_size) is int and group_size >= 1)
         rules = (
             ("symmetric", symmetric, isinstance(symmetric, bool), ["true", "false"], "true"),
-            ("percentile", percentile, number and 0 < percentile <= 100, ["a number in (0, 100]"], "100"),
+            ("percentile", percentile, number and least < percentile <= 100, [f"a number in ({least}, 100]"], "100"),
             ("group_size", group_size, size, ["null", "an integer >= 1"], "null"),
             ("scale_dtype", scale_dtype, scale_dtype in SCALES, SCALES, "float32"),
         )  # fmt: skip
         for name, value, fine, options, fix in rules:
             if not fine:
-                raise ConfigError(
-                    f"cache.codec.{name}={value!r} cannot be used", options=options, fix=f"cache.codec.{name}={fix}"
-                )
+                raise OptionError(name, value, options=options, fix=f"{{name}}={fix}")
         self.symmetric, self.percentile = symmetric, percentile
         self.group_size, self.scale_dtype = group_size, scale_dtype
         self.affine = symmetric and group_size is None
@@ -62,10 +63,12 @@ class Int8(Codec):
 
     def conflicts(self, others):
         """Vectors whose size is not a multiple of the group."""
-        sizes = {dim for layer in others.layers for dim in (layer.k_dim, layer.v_dim)}
-        bad = [] if self.group_size is None else sorted(dim for dim in sizes if dim % self.group_size)
+        if self.group_size is None:
+            return []
+        option = f"{others.codec_key}.group_size"
         return [
-            f"group_size={self.group_size} does not divide head size {dim}: cache.codec.group_size=null" for dim in bad
+            f"{option}={self.group_size} does not divide head size {dim}: {option}=null"
+            for dim in sorted({dim for _, _, dim in others.stored if dim % self.group_size})
         ]
 
     def planes(self, dim):
@@ -80,31 +83,40 @@ class Int8(Codec):
 
         groups = x.float().unflatten(-1, (-1, self.group_size or x.shape[-1]))  # [..., Hkv, n, g]
         if self.symmetric:
-            scale = self._scale(self._reach(groups.abs()) / PEAK)  # [..., Hkv, n, 1]
+            scale = self._scale(self._largest(groups.abs()) / PEAK)  # [..., Hkv, n, 1]
             codes = torch.round(groups / scale.float()).clamp(-PEAK, PEAK)
             more = {}
         else:
             groups = groups.clamp(-FAR, FAR)
-            zero = -self._reach(-groups)
-            scale = self._scale((self._reach(groups) - zero) / 255.0)
+            zero, most = self._ends(groups)
+            scale = self._scale((most - zero) / 255.0)
             codes = torch.round((groups - zero) / scale.float()).clamp(0.0, 255.0) - 128.0
             more = {"zero": zero.squeeze(-1)}
         codes = torch.nan_to_num(codes).to(torch.int8).flatten(-2)
         return {"payload": codes, "scale": scale.squeeze(-1), **more}
 
-    def _reach(self, x):
+    def _largest(self, x):
         """`x [..., g]` -> `[..., 1]`: the largest number, or the one that `percentile` of all numbers do not exceed."""
+        return x.amax(-1, keepdim=True) if self.percentile == 100 else self._reached(_ordered(x), up=True)
+
+    def _ends(self, x):
+        """The same from both ends: the smallest and the largest number."""
+        if self.percentile == 100:
+            return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        ordered = _ordered(x)
+        return self._reached(ordered, up=False), self._reached(ordered, up=True)
+
+    def _reached(self, ordered, up: bool):
+        """How far one gets on `percentile` of the way through `ordered [..., g]`, up or down; NaN if there is one."""
         import torch
 
-        if self.percentile == 100:
-            return x.amax(-1, keepdim=True)
-        ordered = x.sort(-1).values  # NaN comes last
-        place = self.percentile / 100 * (x.shape[-1] - 1)
-        low = int(place)
-        reach, part = ordered[..., low : low + 1], place - low
+        last = ordered.shape[-1] - 1
+        whole, part = divmod(self.percentile / 100 * last, 1)
+        this, beyond = (int(whole), int(whole) + 1) if up else (last - int(whole), last - int(whole) - 1)
+        found = ordered[..., this, None]
         if part:
-            reach = reach * (1 - part) + ordered[..., low + 1 : low + 2] * part
-        return torch.where(ordered[..., -1:].isnan(), ordered[..., -1:], reach)
+            found = found * (1 - part) + ordered[..., beyond, None] * part
+        return torch.where(ordered[..., -1:].isnan(), torch.nan, found)
 
     def _scale(self, scale):
         """The scale as it is stored: never 0, never infinite, never smaller than asked for (up to 65504 in float16)."""
@@ -118,10 +130,23 @@ class Int8(Codec):
         return torch.where(half.float() < scale, up, half)
 
     def decode(self, planes, dtype):
+        import torch
+
         payload, scale = planes["payload"], planes["scale"].float().unsqueeze(-1)  # scale [..., Hkv, n, 1]
         numbers = payload.float().unflatten(-1, (scale.shape[-2], -1))
         if self.symmetric:
             x = numbers * scale
         else:
             x = (numbers + 128.0) * scale + planes["zero"].unsqueeze(-1)
+        if dtype == torch.float16:  # the last code may stand for a little more than the number it was made of
+            x = x.clamp(-HALF_MOST, HALF_MOST)
         return x.flatten(-2).to(dtype)
+
+
+def _ordered(x):
+    """float32 `x [..., g]`, the smallest number first, NaN last."""
+    import torch
+
+    if x.device.type == "cpu":  # short rows are sorted many times faster by numpy than by torch
+        return torch.from_numpy(np.sort(x.detach().numpy(), axis=-1))
+    return x.sort(-1).values

@@ -8,8 +8,10 @@ codec that is installed can stand in each place.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from kvframe.errors import ConfigError
+from kvframe.errors import OptionError
 from kvframe.interfaces import Codec
 
 
@@ -19,36 +21,59 @@ class Mixed(Codec):
     Args:
         k, v: codecs of keys and of values.
         layers: layer index -> the codec of that layer's keys and values.
+    Raises: OptionError for what is no codec.
     """
 
     def __init__(self, k: Codec, v: Codec, layers: Mapping | None = None):
+        for name, codec in (("k", k), ("v", v)):
+            if not _is_codec(codec):
+                raise OptionError(name, codec, "is no codec", fix="cache/codec@{name}=none")
+        if layers is not None and not isinstance(layers, Mapping):
+            raise _no_layers(layers)
         self.kinds, self.layers = {"k": k, "v": v}, {}
         for index, codec in (layers or {}).items():
-            if isinstance(index, bool) or not str(index).isdecimal() or not hasattr(codec, "for_layer"):
-                raise ConfigError(
-                    f"cache.codec.layers={{{index}: {codec}}} cannot be used",
-                    options=["a codec for each layer index"],
-                    fix="+cache/codec@cache.codec.layers.0=none",
-                )
+            decimal = str(index).isdecimal() and not isinstance(index, bool)
+            if not decimal or int(index) in self.layers or not _is_codec(codec):
+                raise _no_layers({index: type(codec).__name__ if _is_codec(codec) else codec})
             self.layers[int(index)] = codec
-        self.exact = all(codec.exact for codec in self._all())
+        self.exact = all(codec.exact for codec in (k, v, *self.layers.values()))
 
-    def _all(self) -> list[Codec]:
-        return [*self.kinds.values(), *self.layers.values()]
+    def _place(self, layer, kind: str) -> str:
+        """Where the codec of a layer and kind stands, within this one."""
+        return f"layers.{layer.index}" if layer.index in self.layers else kind
 
     def conflicts(self, others):
-        beyond = [index for index in self.layers if index >= len(others.layers)]
+        """What each codec says of the layers and kinds that it serves, and layers that do not exist."""
+        key, last = others.codec_key, len(others.layers) - 1
         reasons = [
-            f"cache.codec.layers names layer {index}, the model has 0 .. {len(others.layers) - 1}: "
-            f"leave cache.codec.layers.{index} out"
-            for index in beyond
+            f"{key}.layers names layer {index}, the model has 0 .. {last}: leave {key}.layers.{index} out"
+            for index in self.layers
+            if index > last
         ]
-        return reasons + [reason for codec in self._all() for reason in codec.conflicts(others)]
+        served: dict[str, list] = {}
+        for layer, kind, size in others.stored:
+            served.setdefault(self._place(layer, kind), []).append((layer, kind, size))
+        for place, stored in served.items():
+            layer, kind, _ = stored[0]
+            within = replace(others, stored=tuple(stored), codec_key=f"{key}.{place}")
+            reasons += self._codec(layer, kind).conflicts(within)
+        return reasons
+
+    def _codec(self, layer, kind: str) -> Codec:
+        return self.layers.get(layer.index, self.kinds[kind])
 
     def for_layer(self, layer, kind):
-        return self.layers.get(layer.index, self.kinds[kind]).for_layer(layer, kind)
+        return self._codec(layer, kind).for_layer(layer, kind)
 
     def planes(self, dim):
         raise NotImplementedError("codecs differ by layer: ask for_layer(layer, kind)")
 
     encode = decode = planes
+
+
+def _is_codec(part: Any) -> bool:
+    return hasattr(part, "for_layer")
+
+
+def _no_layers(value: Any) -> OptionError:
+    return OptionError("layers", value, options=["a codec for each layer index"], fix="+cache/codec@{name}.0=none")

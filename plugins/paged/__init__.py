@@ -6,21 +6,25 @@ SOSP 2023 (arXiv:2309.06180). Waste is at most `block_size - 1` slots per reques
 
 from __future__ import annotations
 
-from kvframe.errors import ConfigError
+import math
+
+from kvframe.errors import OptionError
 from kvframe.interfaces import Layout
+
+USUAL = 16
 
 
 class Paged(Layout):
-    """Blocks of `block_size` slots."""
+    """Blocks of `block_size` slots; None: of 16, or the smallest multiple of 16 that holds whole groups of the codec.
 
-    def __init__(self, block_size: int = 16):
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ConfigError(
-                f"cache.layout.block_size={block_size!r} cannot be used",
-                options=["an integer >= 1"],
-                fix="cache.layout.block_size=16",
-            )
+    Raises: OptionError for a size that cannot be.
+    """
+
+    def __init__(self, block_size: int | None = None):
+        whole = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
+        if block_size is not None and not whole:
+            raise OptionError("block_size", block_size, options=["null", "an integer >= 1"], fix="{name}=null")
         self.size = block_size
 
-    def block_size(self, max_len: int) -> int:
-        return self.size
+    def block_size(self, max_len: int, unit: int = 1) -> int:
+        return math.lcm(USUAL, unit) if self.size is None else self.size

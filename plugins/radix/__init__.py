@@ -27,12 +27,12 @@ class RadixIndex(PrefixIndex):
     """Blocks by the tokens that lead to them, one tree per salt."""
 
     def conflicts(self, others):
-        size = others.layout.block_size(others.max_len)
+        size = others.block_size
         if size < others.max_len:
             return []
         return [
             f"the radix index shares complete blocks, and a block of {size} tokens holds a whole request of "
-            f"engine.max_len={others.max_len}: cache/layout=paged, with a block_size below that"
+            f"engine.max_len={others.max_len}: cache/layout=paged with a block_size below that, or a larger engine.max_len"
         ]
 
     def attach(self, block_size, groups, eviction, now):

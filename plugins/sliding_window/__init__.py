@@ -31,19 +31,21 @@ POSITIONS = ("absolute", "cache")
 class SlidingWindow(Retention):
     """`visible: k <= q and (q - k < window or k < sinks)`.
 
-    A layer with a window of its own gets the smaller window and no sinks: it was never trained to see the first
-    tokens from afar.
+    A layer with a window of its own gets the smaller window and no sinks, and one with chunks of its own sees nothing
+    before its chunk: they were never trained to see the first tokens from afar.
 
     Args:
         window: last tokens that a query sees, its own included.
         sinks: first tokens of the text that it always sees.
         positions: "absolute", or "cache": sinks are looked at from position `sinks + window - 1` at most.
+        chunk: set per layer, from the probe.
     Raises: ConfigError for a value that cannot be.
     """
 
     window: int = 1024
     sinks: int = 4
     positions: str = "absolute"
+    chunk: int | None = None
     exact = False
 
     def __post_init__(self):
@@ -66,7 +68,12 @@ class SlidingWindow(Retention):
 
     @property
     def name(self):
-        return f"window{self.window}+{self.sinks}" if self.sinks else f"window{self.window}"
+        chunk = "" if self.chunk is None else f"chunk{self.chunk}"
+        return f"window{self.window}+{self.sinks}" if self.sinks else f"window{self.window}{chunk}"
+
+    @property
+    def kernel_mask(self):
+        return self.chunk is None
 
     @property
     def limit_fix(self):
@@ -74,14 +81,19 @@ class SlidingWindow(Retention):
         return "cache.retention.positions=cache" if stands else "a smaller cache.retention.window"
 
     def for_layer(self, layer):
-        return self if layer.window is None else replace(self, window=min(self.window, layer.window), sinks=0)
+        if layer.window is None and layer.chunk is None:
+            return self
+        window = self.window if layer.window is None else min(self.window, layer.window)
+        return replace(self, window=window, sinks=0, chunk=layer.chunk)
 
     def visible(self, q_pos, k_pos):
-        return (k_pos <= q_pos) & ((q_pos - k_pos < self.window) | (k_pos < self.sinks))
+        seen = (k_pos <= q_pos) & ((q_pos - k_pos < self.window) | (k_pos < self.sinks))
+        return seen if self.chunk is None else seen & (q_pos // self.chunk == k_pos // self.chunk)
 
     def dead(self, start, stop, num_computed):
         positions = np.arange(start, stop)
-        return (positions <= num_computed - self.window) & (positions >= self.sinks)
+        gone = (positions <= num_computed - self.window) & (positions >= self.sinks)
+        return gone if self.chunk is None else gone | (positions < num_computed // self.chunk * self.chunk)
 
     def sink_position(self, q_pos):
         if self.positions != "cache":

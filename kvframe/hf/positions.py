@@ -1,0 +1,65 @@
+"""Where a model puts the first token of a text, when it is not told: 0, or behind the padding id (RoBERTa).
+
+kvframe says itself where each token of a flat step stands, so it must count as the model does. Two short forwards under
+the probe's recording attention tell: one without `position_ids`, and one with the positions that are to be tried. They
+are the same to the model when all its queries and keys are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from kvframe.errors import UnsupportedModelError
+from kvframe.hf.probe import Recorder, record
+
+
+def accepted(module: nn.Module) -> bool:
+    """Can `position_ids` be handed to its forward?"""
+    parameters = inspect.signature(module.forward).parameters
+    return "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def first(module: nn.Module, run: Callable[[int | None], None]) -> int:
+    """The position that the model gives the first token of a text.
+
+    Args:
+        run: computes a few tokens at the positions p, p + 1, ...; None: where the model puts them.
+    Raises: UnsupportedModelError when it takes no positions, or counts in a way that is not known.
+    """
+
+    def at(start: int | None) -> Recorder:
+        return record(module, lambda: run(start))
+
+    name, stated = type(module).__name__, "position_ids" in inspect.signature(module.forward).parameters
+    if not accepted(module) or not stated and same(at(0), at(1)):
+        raise UnsupportedModelError(f"{name}.forward takes no position_ids, so requests cannot share one flat forward")
+    own, tried = at(None), candidates(module)
+    for start in tried:
+        if same(own, at(start)):
+            return start
+    raise UnsupportedModelError(
+        f"{name} puts its tokens at positions of its own: its queries without position_ids are not those at "
+        f"{' or '.join(f'{n}, {n + 1}, ...' for n in tried)}"
+    )
+
+
+def candidates(module: nn.Module) -> list[int]:
+    """0, and the position behind the padding id of each embedding table."""
+    behind = {p.padding_idx + 1 for p in module.modules() if isinstance(p, nn.Embedding) and p.padding_idx is not None}
+    return [0, *sorted(behind - {0})]
+
+
+def same(a: Recorder, b: Recorder, rows: slice = slice(None)) -> bool:
+    """Did both forwards have the same calls, with the same queries and keys (in `b`: at these rows)?"""
+    return len(a.calls) == len(b.calls) and all(
+        _close(one.query, two.query[:, :, rows]) and _close(one.key, two.key[:, :, rows])
+        for one, two in zip(a.calls, b.calls)
+    )
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()), equal_nan=True)
