@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from kvframe.errors import ConfigError
+from kvframe.errors import ConfigError, MissingPackageError
 from kvframe.jobs import Run
-from kvframe.report import console, progress
+from kvframe.report import console, figure_class, progress, save_figure, write_text
+
+REPORT = "report.html"
 
 
 def run(cfg: DictConfig, job: Run) -> int:
     """Compares the lineup. Answers 1 when some of it had to be left out."""
     path = _results(cfg.out, job)
+    figure = _figure() if path is not None else None
     from kvframe.comparison.compare import compare
     from kvframe.comparison.summary import row_table
 
@@ -22,7 +27,10 @@ def run(cfg: DictConfig, job: Run) -> int:
         results = compare(cfg, path=path, progress=progress)
     except KeyboardInterrupt:
         if path is not None and path.exists():
-            print(f"stopped; results so far: {path.parent}; resume=true goes on", file=sys.stderr)
+            so_far = json.loads(path.read_text(encoding="utf-8"))
+            console().print(row_table(so_far, so_far["rows"]))
+            _write(path, so_far, figure)
+            print("stopped: these are the results so far; resume=true goes on", file=sys.stderr)
         raise
     console().print(row_table(results, results["rows"]))
     for row in results["rows"]:
@@ -33,7 +41,7 @@ def run(cfg: DictConfig, job: Run) -> int:
     for name, reason in results["skipped"].items():
         print(f"skipped: {name}: {reason}", file=sys.stderr)
     if path is not None:
-        print(f"written: {path} and {path.with_suffix('.csv').name}", file=sys.stderr)
+        _write(path, results, figure)
     return 1 if results["skipped"] else 0
 
 
@@ -44,3 +52,25 @@ def _results(out: str | None, job: Run) -> Path | None:
     if Path(out).suffix.lower() in (".json", ".csv", ".html"):
         raise ConfigError(f"out={out} names a file; the results of a comparison are several", fix="out=results/")
     return job.out(str(Path(out) / "results.json"))
+
+
+def _figure() -> Any:
+    """matplotlib's Figure; None, and a word about it, where there is none."""
+    try:
+        return figure_class()
+    except MissingPackageError as error:
+        print(f"note: the report will have no pictures: {error}", file=sys.stderr)
+        return None
+
+
+def _write(path: Path, results: dict[str, Any], figure: Any) -> None:
+    """Pictures and the report beside results.json, and where they are."""
+    from kvframe.comparison.html import report
+    from kvframe.comparison.pictures import pictures
+
+    figures = {} if figure is None else pictures(results, figure)
+    for name, picture in figures.items():
+        save_figure(picture, path.with_name(f"{name}.png"))
+    write_text(path.with_name(REPORT), report(results, figures))
+    files = [path.name, path.with_suffix(".csv").name, *(f"{name}.png" for name in figures)]
+    print(f"written: {path.with_name(REPORT)}, and beside it {', '.join(files)}", file=sys.stderr)

@@ -16,7 +16,7 @@ from kvframe.lineup import running
 from kvframe.workloads.workload import Facts
 
 CHUNK = 64  # tokens of the text in one step
-DECODE = 4  # one in so many tokens is computed alone, as in decoding
+DECODE = 16  # the last so many tokens are computed one at a time, as in decoding
 
 
 class Quality:
@@ -29,7 +29,7 @@ class Quality:
     def __init__(self, model: Any, facts: Facts, source: str, n: int):
         self.model = model
         tokens = texts.tokens_of(source, facts.text, n)
-        self._material = runs.Material((tokens,), len(tokens) // DECODE, 0, ())
+        self._material = runs.Material((tokens,), DECODE, 0, ())
         self._held = measures.hold(self._material.positions, model.vocab_size)
 
     @property
@@ -44,7 +44,8 @@ class Quality:
         candidate = sized(contender.asked, max(contender.longest, self.positions + 1))
         with running(candidate, self.model, warm=False) as engine, torch.inference_mode():
             limits = Limits.of(candidate.cfg, CHUNK)
-            found, _ = runs.forced(engine, self._material, limits, self._held, advance, keep=keep)
+            with engine.threads.step():
+                found, _ = runs.forced(engine, self._material, limits, self._held, advance, keep=keep)
         return found.summary()
 
     def _of_baseline(self, contender: Contender, advance: Advance) -> dict[str, Any]:
