@@ -1,4 +1,4 @@
-# make demo: a real model decodes through a composed cache.   make test: the tests.   make lint, make nightly, make clean.
+# make demo: caches side by side on a real model.   make test: the tests.   make lint, make nightly, make clean.
 # Each needs Python >= 3.11 and nothing else; the first one makes the virtual environment VENV.
 
 VENV ?= .venv
@@ -15,7 +15,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo test nightly lint install clean
 
 demo: $(STAMP)
-	$(RUN)kvframe generate model=smollm2 cache=paged prompts=examples/prompts.jsonl
+	$(RUN)kvframe compare model=smollm2 workload=mixed workload.requests=4 workload.prompt=[16,128] workload.output=[8,32] \
+		"caches=[contiguous,paged,radix,int8,fp8,hf_dynamic]" repeat=1 quality_tokens=128 out=demo/
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS) -m "not nightly"
@@ -39,4 +40,4 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ def test_help_shows_groups_keys_and_examples(command, capsys):
     if command == "generate":
         for expected in (
             "cache/layout     contiguous, paged*",
-            "cache.layout.block_size=16",
+            "cache.layout.block_size=null",
             "slots per block",
             "engine.seed=0",
         ):
@@ -62,7 +62,7 @@ def test_help_follows_the_choices(capsys, install):
         "mine*" in text
         and "cache.layout.colour=blue" in text
         and "of the blocks" in text
-        and "block_size=16" not in text
+        and "block_size=null" not in text
     )
 
 
@@ -299,7 +299,7 @@ def test_generate_writes_everything(here, capsys):
         "preemptions",
     }
     assert summary | {"cached_tokens"} <= set(run["summary"]) and run["summary"]["kernels"].keys() == {"reference"}
-    assert run["config"]["prompt"] == prompt and run["config"]["cache"]["layout"]["block_size"] == 16
+    assert run["config"]["prompt"] == prompt and run["config"]["cache"]["layout"]["block_size"] is None
     assert {"kvframe", "torch", "transformers", "numpy", "python", "platform"} <= set(run["versions"])
     out, err = capsys.readouterr()
     assert out == request["text"] + "\n" and "output tokens/s" in err and "kernel" in err

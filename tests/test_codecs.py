@@ -77,7 +77,8 @@ def test_percentiles_are_those_of_numpy(percentile, size):
         planes = Int8(False, percentile, size).encode(x)
         low, high = (np.percentile(parts, p, axis=-1) for p in (100 - percentile, percentile))
         np.testing.assert_allclose(planes["zero"].numpy(), low, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(planes["scale"].numpy(), np.maximum((high - low) / 255, 2.0**-126), rtol=1e-4, atol=1e-8)
+        steps = np.maximum((high - low) / 255, 2.0**-126)
+        np.testing.assert_allclose(planes["scale"].numpy(), steps, rtol=1e-4, atol=1e-8)
 
 
 def test_what_float16_holds_comes_back_finite_in_float16():

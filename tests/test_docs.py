@@ -6,13 +6,17 @@ Models are swapped for a tiny one, so that this is about what is written and not
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from kvframe import plugins
 from kvframe.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -21,19 +25,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRACE = '{{"timestamp": {0}, "input_length": 1024, "output_length": 16, "hash_ids": [1, {0}]}}\n'
 
 
-def blocks(language: str) -> list:
-    found = []
-    for doc in DOCS:
-        for i, (kind, text) in enumerate(FENCE.findall(doc.read_text(encoding="utf-8"))):
-            if kind == language:
-                found.append(pytest.param(text, id=f"{doc.stem}-{i}"))
-    return found
-
-
-def commands(text: str) -> list[list[str]]:
-    """The `kvframe` lines of a block, as arguments, with a tiny model where one would be loaded."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvframe ")]
+def lines(text: str) -> list[list[str]]:
+    """The lines of a block as words; a comment behind them is none."""
+    joined = text.replace("\\\n", " ").splitlines()
+    return [words for line in joined if (words := shlex.split(line, comments=True))]
 
 
 def tiny(arguments: list[str]) -> list[str]:
@@ -58,15 +53,60 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("text", blocks("sh"))
-def test_commands_run(text, here, capsys):
-    found = commands(text)
-    assert found, "a block of kind sh without a command of kvframe"
-    for arguments in found:
-        code = main(tiny(arguments))
-        assert code == 0, f"kvframe {shlex.join(arguments)}: {capsys.readouterr().err}"
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`pip install -e FOLDER` without pip: the package on the path, and the metadata of its entry point."""
+    known = set(sys.modules)
+
+    def make(folder: str) -> None:
+        project = tomllib.loads((tmp_path / folder / "pyproject.toml").read_text())["project"]
+        info = tmp_path / folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(head)
+        points = project["entry-points"]["kvframe"]
+        (info / "entry_points.txt").write_text("[kvframe]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        plugins.plugins(reload=True)
+
+    yield make
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+    monkeypatch.undo()
+    plugins.plugins(reload=True)
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+def test_commands_run(doc, here, install, capsys):
+    """In the order in which a reader runs them."""
+    for kind, text in FENCE.findall(doc.read_text(encoding="utf-8")):
+        if kind != "sh":
+            continue
+        found = lines(text)
+        assert any(words[0] == "kvframe" for words in found), "a block of kind sh without a command of kvframe"
+        for words in found:
+            if words[:3] == ["pip", "install", "-e"]:
+                install(words[3])
+            else:
+                assert words[0] == "kvframe", f"this test cannot run {shlex.join(words)}"
+                code = main(tiny(words[1:]))
+                assert code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+def test_python_runs(doc):
+    names: dict = {"__name__": "docs"}
+    for kind, text in FENCE.findall(doc.read_text(encoding="utf-8")):
+        if kind == "python":
+            exec(compile(text, f"{doc.name}", "exec"), names)
+    suite = names.get("TestThirds")
+    assert doc.stem != "plugins" or suite is not None
+    if suite is not None:  # what the page calls proved is
+        for name in [name for name in dir(suite) if name.startswith("test_")]:
+            with contextlib.suppress(pytest.skip.Exception):  # what this codec does not claim
+                getattr(suite(), name)()
 
 
 def test_documents_are_found():
-    assert {"architecture", "strategies"} <= {doc.stem for doc in DOCS}
-    assert blocks("sh")
+    assert {"architecture", "plugins", "strategies"} <= {doc.stem for doc in DOCS}

@@ -14,15 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_plugins.fp8 import Fp8
+from kvframe_plugins.int4 import Int4
 from kvframe_plugins.int8 import Int8
+from kvframe_plugins.mixed import Mixed
 from kvframe_plugins.no_codec import NoCodec
 from numba import cfunc
 from test_kernel_cpu import HEADS, MIXED, RULES, Band, Step, make_spec, make_step
 
-from kvframe.kernels import cpu_bits, cpu_codes, cpu_prefill
+from kvframe.config import build, compose
+from kvframe.kernels import cpu, cpu_bits, cpu_codes, cpu_prefill
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.kernels.cpu_vector import load8, pointer, put8
 from kvframe.kernels.reference import ReferenceKernel
+from kvframe.types import Request, SamplingParams
 
 
 class Skewed(Int8):
@@ -213,3 +217,46 @@ def test_bits_without_conversions_of_the_processor(name, monkeypatch):
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(out * np.float32(cpu_codes.FORMATS[name]), want)
         assert out[0] == 0 and np.signbit(out[128]) and not np.signbit(out[0])
+
+
+E4M3 = "float8_e4m3fn"
+PLAIN = {("scatter",), ("float32",) * 5}
+CODED = {("encode", "float32", "int8"), ("float32", "int8", "int8", "float32", "float32")}
+
+
+@pytest.mark.parametrize(
+    "codec, dtype, want",
+    [
+        (None, "float32", PLAIN),
+        (NoCodec(), "float32", PLAIN),
+        (Int8(), "float32", CODED),
+        (Int8(percentile=95), "float32", CODED - {("encode", "float32", "int8")}),
+        (Mixed(Int8(), Int8(), {0: NoCodec()}), "float32", PLAIN | CODED),
+        (Fp8(scales={0: 0.5}), "float32", {("encode", "float32", E4M3), ("float32", E4M3, E4M3, "float32", "float32")}),
+        (Int4(), "float32", set()),
+        (Int8(), "float16", set()),
+    ],
+    ids=["unknown", "none", "int8", "clipped", "mixed", "fixed", "not read", "no dtype"],
+)
+def test_what_is_compiled_while_weights_load(codec, dtype, want, monkeypatch):
+    made = set()
+    monkeypatch.setattr(cpu, "callback", lambda *name: made.add(name))
+    CpuKernel().warm("cpu", dtype, codec)
+    assert made == want
+    made.clear()
+    CpuKernel().warm("cuda:0", dtype, codec)
+    assert not made
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_nothing_is_compiled_for_a_request(codec, monkeypatch):
+    """What the steps need is there when the engine is built, and what they do not need is not made."""
+    made = {}
+    monkeypatch.setattr(cpu, "_callbacks", made)
+    cfg = ["model=random", "model.shape=tiny", "cache=paged", f"cache/codec={codec}", "cache.memory=4MiB", "kernel=cpu"]
+    engine = build(compose([*cfg, "engine.max_len=96", "engine.max_step_tokens=64"]))
+    assert set(made) == (PLAIN if codec == "none" else CODED)
+    before = set(made)
+    long = SamplingParams(max_new_tokens=4, ignore_eos=True, n=2, temperature=1.0)
+    engine.generate([Request(prompt_tokens=[5] * 70, sampling=long), Request(prompt_tokens=[6] * 3, sampling=long)])
+    assert set(made) == before

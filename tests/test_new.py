@@ -308,20 +308,18 @@ def test_all_kinds_beside_a_kvframe_that_nobody_may_write_to(site, tmp_path):
 
 
 @pytest.mark.nightly
-def test_all_kinds_installed_by_pip_decode_and_pass_their_own_tests(site, tmp_path):
-    """Seven packages in an environment of their own."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_installed_by_pip_decodes_and_passes_its_own_tests(kind, site, tmp_path):
+    """As people do it, in an environment of its own."""
     here = functools.partial(call, cwd=tmp_path, path=[site])
     here(sys.executable, "-m", "venv", "--without-pip", "env")
     python = tmp_path / "env/bin/python"
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # torch and the others; not kvframe as it is
-    for kind in KINDS:
-        here(python, "-m", "kvframe", "new", f"my_{kind}", "--kind", kind)
-        here(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", f"my_{kind}")
-    listed = here(python, "-m", "kvframe", "list", "--plugins")
-    assert all(f"kvframe-my-{kind}" in listed for kind in KINDS)
+    here(python, "-m", "kvframe", "new", "my_part", "--kind", kind)
+    here(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", "my_part")
+    assert "kvframe-my-part" in here(python, "-m", "kvframe", "list", "--plugins")
+    said = words("my_part", kind)
     tiny = ["model=random", "engine.max_len=64", "sampling.max_new_tokens=4", "prompt=hi"]
-    for kind in KINDS:
-        said = words(f"my_{kind}", kind)
-        here(python, "-m", "kvframe", "generate", *said["use"].split(), *said["small"].split(), *tiny)
-        here(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / f"my_{kind}")
+    here(python, "-m", "kvframe", "generate", *said["use"].split(), *said["small"].split(), *tiny)
+    here(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "my_part")
