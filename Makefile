@@ -1,4 +1,5 @@
-# make demo: caches side by side on a real model.   make test: the tests.   make lint, make nightly, make clean.
+# make demo: caches side by side on a real model.   make test: the tests.   make plugins: the example packages as wheels.
+# make lint, make nightly, make clean.
 # Each needs Python >= 3.11 and nothing else; the first one makes the virtual environment VENV.
 
 VENV ?= .venv
@@ -12,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test nightly lint install clean
+.PHONY: demo test nightly lint plugins install clean
 
 demo: $(STAMP)
 	$(RUN)kvframe compare model=smollm2 workload=mixed workload.requests=4 workload.prompt=[16,128] workload.output=[8,32] \
@@ -26,6 +27,9 @@ nightly: $(STAMP)
 
 lint: $(STAMP)
 	$(RUN)ruff check .
+
+plugins: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python examples/plugins/check.py
 
 install: $(STAMP)
 

@@ -39,7 +39,7 @@ from kvframe.watching import Watchers
 
 if TYPE_CHECKING:
     from kvframe.engine import Engine
-    from kvframe.interfaces import CacheContext, Kernel, KVCache
+    from kvframe.interfaces import CacheContext, Codec, Kernel, KVCache
 
 VERSION_BASE = "1.3"
 
@@ -152,7 +152,7 @@ def build(cfg: DictConfig) -> Engine:
     """
     watchers = build_watchers(cfg)
     kernels = build_kernels(cfg)
-    warming = _warm(kernels, plain(cfg, "model"))
+    warming = _warm(kernels, cfg)
     made = build_engine(cfg, build_model(cfg), kernels, watchers)
     for thread in warming:
         thread.join()
@@ -174,14 +174,24 @@ def build_engine(
     return Engine(model, build_cache(cfg, context), **engine, hooks=watchers)
 
 
-def _warm(kernels: Iterable[Kernel], model: dict) -> list[threading.Thread]:
+def _warm(kernels: Iterable[Kernel], cfg: DictConfig) -> list[threading.Thread]:
     """Kernels that compile do it in a thread of their own while the weights load. Not a daemon thread: a compiler
     that is cut off at exit may crash."""
-    device, dtype = str(model.get("device", "cpu")), model.get("dtype")
-    threads = [threading.Thread(target=k.warm, args=(device, dtype), name=f"warm-{k.name}") for k in kernels]
+    model = plain(cfg, "model")
+    args = str(model.get("device", "cpu")), model.get("dtype"), _codec(cfg)
+    threads = [threading.Thread(target=k.warm, args=args, name=f"warm-{k.name}") for k in kernels]
     for thread in threads:
         thread.start()
     return threads
+
+
+def _codec(cfg: DictConfig) -> Codec | None:
+    """The codec that `cfg.cache` names. None where it names none, or one that cannot be: `build_cache` says why."""
+    node = OmegaConf.select(cfg, "cache.codec", throw_on_missing=False)
+    try:
+        return create(node, "cache.codec") if OmegaConf.is_dict(node) and "_target_" in node else None
+    except (KVFrameError, OmegaConfBaseException):
+        return None
 
 
 def build_model(cfg: DictConfig) -> Any:

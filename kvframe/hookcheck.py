@@ -6,6 +6,7 @@ never called, a coroutine is never awaited.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -18,6 +19,7 @@ _PLAIN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 _PARSER = pluggy.PluginManager(hookspecs.PROJECT)
 
 
+@functools.cache
 def hook_arguments() -> dict[str, list[str]]:
     """Hook -> the arguments that it may take."""
     names = [name for name in vars(hookspecs) if name.startswith("kvframe_")]

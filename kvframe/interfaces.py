@@ -335,9 +335,16 @@ class Kernel(ABC):
     ) -> list[str]:
         """Reasons why this kernel cannot serve a layer with these K and V codecs; empty when it can."""
 
-    def warm(self, device: str, dtype: str) -> None:
+    def warm(self, device: str, dtype: str, codec: Codec | None = None) -> None:
         """Loads or compiles what a model of this dtype will need on this device ("auto": the fastest there is).
-        Called in a thread while weights load; must be quick where there is nothing to do."""
+
+        Called in a thread while weights load, when nobody knows the layers; must be quick where there is nothing to do,
+        and say nothing about what cannot work. What it leaves out is made in the engine's first two steps, a prefill
+        and a decode that no request waits for (`Engine.warm`).
+
+        Args:
+            codec: what the cache will store with, before `for_layer`; None: not known.
+        """
 
     @abstractmethod
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:

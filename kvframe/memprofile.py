@@ -101,7 +101,7 @@ def profile(engine: Engine, seen: Activations | None = None) -> dict[str, Any]:
     Returns:
         weights, kv_allocated: dtype -> bytes, of parameters and buffers, and of every tensor of the cache (pools with
             their null blocks, tails); weight_copies: see kvframe.hf.linear.
-        kv_reserved_peak, kv_pool: what requests held at most, and what they could have (from the cache's books).
+        kv_peak, kv_pool: what requests held at most, tails included, and what they could have (from the cache's books).
         activations_peak, activations_tokens: None where they were not measured.
         total: of all of these that exist at once.
         allocator: on CUDA, its own counters: allocated and peak_allocated by tensors, reserved from the device.
@@ -115,7 +115,7 @@ def profile(engine: Engine, seen: Activations | None = None) -> dict[str, Any]:
         "weights": weights,
         "weight_copies": copies,
         "kv_allocated": kv,
-        "kv_reserved_peak": stats.total("peak"),
+        "kv_peak": stats.peak,
         "kv_pool": sum(group.num_blocks * group.block_bytes + group.tail_pool for group in stats.groups),
         "activations_peak": peak,
         "activations_tokens": None if seen is None else seen.tokens,

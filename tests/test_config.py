@@ -254,9 +254,16 @@ def test_texts_arrive_through_compose(text):
     assert cfg.prompt == text and OmegaConf.to_container(cfg, resolve=True)["prompt"] == text
 
 
-@pytest.mark.parametrize("key", sorted(TEXT_KEYS - {"trace", "plot", "text", "model.name"}))
+OF_COMMANDS = {
+    "trace": ["simulate"], "plot": ["evaluate"], "text": ["evaluate"], "model.name": ["generate", "model=hf"],
+    "workload.path": ["compare", "workload=file"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(TEXT_KEYS))
 def test_every_text_key_is_quoted(key):
-    value = OmegaConf.select(compose([f"{key}=a, b=${{c}}"]), key)
+    command, *choice = OF_COMMANDS.get(key, ["generate"])
+    value = OmegaConf.select(compose([*choice, f"{key}=a, b=${{c}}"], command), key)
     assert value == "a, b=${c}"
 
 

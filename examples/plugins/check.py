@@ -1,5 +1,5 @@
-"""Builds a wheel of kvframe and of each package in this folder, installs all of them into a fresh environment, and there
-runs each package's tests and one `kvframe generate` with it.
+"""Builds a wheel of kvframe and of each package in this folder, installs all of them into a fresh environment, and
+there runs each package's tests and one `kvframe generate` with it.
 
     python examples/plugins/check.py
 

@@ -61,7 +61,7 @@ class Command:
 
     @staticmethod
     def _set(key: str, value: str) -> str:
-        """As Hydra reads it: the value is a text, whatever it is. Text keys are quoted later (see kvframe.overrides)."""
+        """As Hydra reads it: the value is a text, whatever it is; text keys are quoted later (kvframe.overrides)."""
         from kvframe.overrides import TEXT_KEYS, quoted
 
         return f"{key}={value if key in TEXT_KEYS else quoted(value)}"

@@ -63,7 +63,7 @@ def shown(found: Fitting) -> Iterator[tuple[str, Any]]:
     yield _about(found.model), model_table(found.model)
     yield _asked(found), row_table(found)
     if found.contexts:
-        yield f"by context, {_requests(found)} at once", context_table(found)
+        yield f"by context, {_requests(found)}{_at_once(found)}", context_table(found)
 
 
 def _about(model: dict[str, Any]) -> str:
@@ -75,7 +75,7 @@ def _about(model: dict[str, Any]) -> str:
 
 
 def _asked(found: Fitting) -> str:
-    text = f"{_requests(found)} of {found.rows[0]['context']:,} tokens at once, nothing shared"
+    text = f"{_requests(found)} of {found.rows[0]['context']:,} tokens{_at_once(found)}, nothing shared"
     if found.memory is None:
         return text
     weights, reserve = human_bytes(found.model["weights_bytes"]), human_bytes(found.reserve_bytes)
@@ -90,12 +90,16 @@ def _requests(found: Fitting) -> str:
     return f"{found.requests:,} request{'s' if found.requests > 1 else ''}"
 
 
+def _at_once(found: Fitting) -> str:
+    return " at once" if found.requests > 1 else ""
+
+
 def model_table(model: dict[str, Any]):
     """One line per kind of layer."""
     cells = [
         [
             kind["layers"],
-            kind["attention"] + (f", factor {kind['group_factor']}" if kind["group_factor"] > 1 else ""),
+            _attention(kind),
             f"{kind['q_heads']} / {kind['kv_heads']}",
             f"{kind['k_dim']} / {kind['v_dim']}",
             kind["sees"] + (", keys and values of another layer" if kind["reads"] else ""),
@@ -104,6 +108,11 @@ def model_table(model: dict[str, Any]):
     ]
     columns = ["layers", "attention", "query / KV heads", "key / value size", "a query sees"]
     return table(cells, columns, right=["layers"], whole=columns[:-1])
+
+
+def _attention(kind: dict[str, Any]) -> str:
+    latent = " (MLA)" if kind["k_dim"] != kind["v_dim"] else ""
+    return kind["attention"] + latent + (f", factor {kind['group_factor']}" if kind["group_factor"] > 1 else "")
 
 
 def row_table(found: Fitting):
@@ -129,7 +138,7 @@ def context_table(found: Fitting):
 
 def _size_columns(found: Fitting) -> list[str]:
     every = [f"all {found.requests:,}"] if found.requests > 1 else []
-    return ["bytes/token", "each", *every, "KV/weights"]
+    return ["B/token", "each", *every, "KV/weights"]
 
 
 def _sizes(row: dict[str, Any]) -> list[str]:

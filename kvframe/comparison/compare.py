@@ -25,6 +25,7 @@ from kvframe.report import versions
 from kvframe.workloads.workload import Facts, Size, Workload
 from kvframe.workloads.workload import measure as size_of
 
+NOTHING = 1e-9  # nats; a KL below it is rounding
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -125,11 +126,21 @@ class _Comparison:
             if contender is reference or contender.name not in known:
                 try:
                     known[contender.name] = quality.of(contender, advance, keep=contender is reference)
+                    self._note_length(contender, quality.positions + 1)
                 except Exception as error:
                     if contender is reference:
                         raise
                     self._fail(contender, error)
                 self.store.write(self.results)
+
+    def _note_length(self, contender: Contender, tokens: int) -> None:
+        """A text that is too short to show what is lost must not pass for nothing lost."""
+        kl, longest = self.results["quality"][contender.name]["kl_mean"], self.size.longest
+        if not contender.exact and kl is not None and kl < NOTHING and tokens < longest:
+            self._entry(contender)["notes"].append(
+                f"its KL is of {tokens} tokens, which show no difference; requests have up to {longest} "
+                f"(quality_tokens={longest})"
+            )
 
     # -- runs ------------------------------------------------------------------------------------------------
 
@@ -186,7 +197,7 @@ class _Comparison:
 
 def _timeline(contender: Contender, model: Any, stops: list[int]) -> dict[str, list[int]] | None:
     if contender.baseline is not None:
-        stops = [stops[i] for i in range(0, len(stops), -(-len(stops) // timeline.POINTS))]
+        stops = timeline.evenly(stops)
         points = contender.baseline.timeline(model, stops)
         return points and timeline.columns([(n, *point, 0) for n, point in zip(stops, points)])
     limits = [model.max_len, contender.asked.cfg.engine.max_len]

@@ -76,6 +76,8 @@ def take_over(before: dict[str, Any], results: dict[str, Any], where: Path) -> N
             f"{where} was measured under another config: {'; '.join(changed)}",
             fix="another out=, or resume=false, which begins anew",
         )
+    if new.get(before["reference"], {}).get("exact"):
+        results["reference"] = before["reference"]  # what was held against it stays comparable
     results["candidates"] += [candidate for name, candidate in old.items() if name not in new]
     for name in old.keys() & new.keys():
         new[name]["notes"] = list(dict.fromkeys([*new[name]["notes"], *old[name]["notes"]]))

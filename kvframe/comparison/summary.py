@@ -150,7 +150,8 @@ SHOWN = (
 
 def row_table(results: dict[str, Any], found: Sequence[dict]):
     """One line per candidate, in 100 columns. All else is in the files."""
-    spread = results["settings"]["repeat"] > 1
+    most = max((row["runs"] for row in found), default=0)
+    spread = most > 1
     cells = []
     for row in found:
         name = f"{row['cache']} (reference)" if row["reference"] and "(reference)" not in row["cache"] else row["cache"]
@@ -160,7 +161,7 @@ def row_table(results: dict[str, Any], found: Sequence[dict]):
     model, work = results["model"], results["workload"]
     title = (
         f"{model['name']}, {model['dtype']}, {results['machine']['threads']} threads; {work['what']}; "
-        f"{work['prompt_tokens']:,} + {work['output_tokens']:,} tokens; median of {results['settings']['repeat']}"
+        f"{work['prompt_tokens']:,} + {work['output_tokens']:,} tokens; median of {most}"
     )
     caption = (
         f"* best of a column (KL: of caches that are not exact); {FRONT} Pareto front: no other is as good in KV peak, "
@@ -188,5 +189,5 @@ def _cell(key: str, row: dict, spread: bool) -> str:
     if key == "bytes_per_token":
         return f"{value:,.0f}"
     if key == "kl_mean":
-        return f"{value:.1e}"
+        return f"{value:.1e}" if value else "0"
     return f"{value:.1%}"

@@ -65,6 +65,12 @@ def thin(points: Sequence[tuple[int, int, int, int]], most: int = POINTS) -> lis
     if len(kept) > most:
         kept = {0, len(points) - 1}
     rest = [i for i in range(len(points)) if i not in kept]
-    room = most - len(kept)
-    kept |= {rest[i] for i in np.linspace(0, len(rest) - 1, room).astype(int)} if room else set()
+    kept |= set(evenly(rest, most - len(kept)))
     return [points[i] for i in sorted(kept)]
+
+
+def evenly(items: Sequence[Any], most: int = POINTS) -> list[Any]:
+    """At most `most` of the items, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).astype(int)]

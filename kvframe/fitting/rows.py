@@ -100,7 +100,8 @@ def fit(
         if curves:
             found.curves[candidate.name] = asked.curve()
     if not found.rows:
-        raise ConfigError(f"none of the presets can be built: {'; '.join(found.skipped.values())}", fix="caches=[NAME]")
+        reasons = "; ".join(dict.fromkeys(found.skipped.values()))
+        raise ConfigError(f"none of the presets can be used: {reasons}", fix="caches=[NAME]")
     if room is not None and room <= 0:
         found.notes.append("the weights and the reserve alone are more than the memory")
     return found
@@ -148,8 +149,8 @@ class _Asked:
         else:
             self.longest, self.bound = self.model_len, "the model's length"
         self._refuse(first.cache)
-        near = self.holding(min(self.longest, settings.context or self.longest, *settings.contexts))
-        self.steady = near.cache.block_size == first.cache.block_size
+        near = min(max(self.longest // 2, 1), settings.context or self.longest, *settings.contexts)
+        self.steady = self.holding(near).cache.block_size == first.cache.block_size
 
     def _refuse(self, cache: Any) -> None:
         """ConfigError for what is longer than the model, or than `engine.max_len`."""

@@ -146,7 +146,7 @@ class HFModel:
         """A few tokens at the positions start, start + 1, ...; None: where the model puts them."""
         with torch.inference_mode():
             at = torch.arange(DRY, device=self.device)
-            ids = (at + 3) % self.vocab_size
+            ids = positions.countable(self.module, (at + 3) % self.vocab_size)
             self.flat_logits(ids, None if start is None else at + start, at[-1:])
 
     def _dry_at(self, positions: np.ndarray, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """Models that ask a cache how many tokens came before, besides being told positions (Llama 4's attention temperature).
 
-In a flat step each row has another answer. `Past` gives it as a tensor, so that the number of a row plus its answer is its
-position:
+In a flat step each row has another answer. `Past` gives it as a tensor, so that the number of a row plus its answer is
+its position:
 
     rows          0  1  2 | 3 | 4        three requests: a chunk, and two that decode
     positions     5  6  7 | 40 | 2
@@ -79,15 +79,16 @@ def wanted(module: nn.Module, run: Callable[..., None], last: int, device: str) 
     past = Past(far[0])
     try:
         told = seen(far, past)
-        if not past.asked or same(told, seen(far, None)):
-            return None
+    except UnsupportedModelError:  # it reads what a cache keeps, and does without where there is none
+        return None
+    if not past.asked or same(told, seen(far, None)):
+        return None
+    try:
         packed = seen([*near, *far], Past.of(torch.tensor([*near, *far], device=device)))
         if same(seen(near, Past(0)), packed, slice(0, 2)) and same(told, packed, slice(2, 4)):
             return name
         why = "its queries are not those of the requests alone"
     except UnsupportedModelError as error:
-        if not past.asked:  # it wants a cache that keeps something
-            return None
         why = error.message
     raise UnsupportedModelError(
         f"{type(module).__name__} asks its cache how many tokens came before, and takes no answer for each row: {why}"

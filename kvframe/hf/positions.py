@@ -8,6 +8,7 @@ are the same to the model when all its queries and keys are.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -49,8 +50,18 @@ def first(module: nn.Module, run: Callable[[int | None], None]) -> int:
 
 def candidates(module: nn.Module) -> list[int]:
     """0, and the position behind the padding id of each embedding table."""
-    behind = {p.padding_idx + 1 for p in module.modules() if isinstance(p, nn.Embedding) and p.padding_idx is not None}
-    return [0, *sorted(behind - {0})]
+    return [0, *sorted(n + 1 for n in paddings(module) if n >= 0)]
+
+
+def paddings(module: nn.Module) -> set[int]:
+    """Padding ids of the embedding tables: tokens that such a model does not count."""
+    return {p.padding_idx for p in module.modules() if isinstance(p, nn.Embedding) and p.padding_idx is not None}
+
+
+def countable(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Token ids `[T]` with others in the place of padding ids."""
+    skipped = paddings(module)
+    return torch.tensor([next(n for n in itertools.count(i) if n not in skipped) for i in ids.tolist()]).to(ids)
 
 
 def same(a: Recorder, b: Recorder, rows: slice = slice(None)) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from kvframe.errors import UnsupportedModelError
 from kvframe.hf import seam
+from kvframe.hf.positions import countable
 from kvframe.kernels.reference import attend_one
 
 HALF = 3  # tokens of each half of B; more when the end of a short window or chunk would not be reached
@@ -76,6 +77,7 @@ def verify(model) -> float:
     half = max(HALF, (max(sizes, default=0) + 5) // 2)
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, model.vocab_size, (2 * half + sum(NEIGHBOURS),), generator=draws).to(model.device)
+    tokens = countable(model.module, tokens)
     b, a, c = tokens.split([2 * half, *NEIGHBOURS])
     name, before = type(model.module).__name__, model.running.cache
     limit, leak_limit = TOLERANCE.get(model.dtype, 0.3), LEAK.get(model.dtype)

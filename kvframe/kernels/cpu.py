@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
-from kvframe.kernels.cpu_codes import DTYPES, Reader, reader
+from kvframe.kernels.cpu_codes import DTYPES, Reader, likely_readers, reader
 from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
@@ -85,10 +85,17 @@ class CpuKernel(Kernel):
             reasons.append("numba is not installed (pip install numba)")
         return reasons
 
-    def warm(self, device: str, dtype: str) -> None:
+    def warm(self, device: str, dtype: str, codec: Codec | None = None) -> None:
         here = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-        if here and dtype in DTYPES and importlib.util.find_spec("numba") is not None:
-            callback("scatter"), callback(dtype, dtype, dtype, "float32", "float32")
+        if not here or dtype not in DTYPES or importlib.util.find_spec("numba") is None:
+            return
+        for pair in likely_readers(codec, dtype):
+            if all(how.plain for how in pair):
+                callback("scatter")
+            for how in pair:
+                if how.peak is not None:
+                    callback("encode", dtype, how.type)
+            callback(*attend_name(dtype, *pair))
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Copies or encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
@@ -198,8 +205,7 @@ class CpuKernel(Kernel):
             spec.scale * k_how.factor, spec.softcap or 0.0, v_how.factor,
             *(0 if x is None else x.data_ptr() for x in scales), *(0 if x is None else address(x) for x in tables),
         )  # fmt: skip
-        function = callback(spec.dtype, k_how.type, v_how.type, k_how.scale or "float32", v_how.scale or "float32")
-        run(function, self._at, min(threads, pieces))
+        run(callback(*attend_name(spec.dtype, k_how, v_how)), self._at, min(threads, pieces))
 
     def _buffer(self, name: str, words: int) -> np.ndarray:
         """An int64 array of at least so many words, the same one from call to call."""
@@ -277,6 +283,11 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int, second=N
 
 
 _lock, _callbacks, _team = threading.Lock(), {}, []
+
+
+def attend_name(dtype: str, k: Reader, v: Reader) -> tuple[str, ...]:
+    """Which compiled function attends to what these read."""
+    return dtype, k.type, v.type, k.scale or "float32", v.scale or "float32"
 
 
 def callback(*name: str):

@@ -14,7 +14,9 @@ from functools import cache
 import numpy as np
 
 from kvframe.interfaces import Codec
+from kvframe.types import LayerSpec
 
+DIM = 64  # vectors of a layer that nobody has seen yet; how they are read does not depend on it
 DTYPES = ("float32", "bfloat16")  # of queries, results and plain planes
 SCALES = ("float32", "float16")
 FORMATS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0}  # name -> unit, see `cpu_bits`
@@ -71,6 +73,23 @@ def reader(codec: Codec, dim: int, dtype: str) -> Reader | str:
     stored = None if scale is None else scale.dtype
     peak = codec.peak if kind != "uint8" and stored in (None, "float32") else None
     return Reader(kind, unit * fixed if stored is None else unit, stored, fixed, table, peak, most_scale(peak or 1.0))
+
+
+def likely_readers(codec: Codec | None, dtype: str) -> list[tuple[Reader, Reader]]:
+    """How layers of a model of this dtype will read keys and values, by a guess at two of them: the first one, which
+    is an exception in some mixtures, and the next. Empty where nothing can be read. codec None: a plain one."""
+    if codec is None:
+        return [(Reader(dtype), Reader(dtype))]
+    found = []
+    for index in (0, 1):
+        layer = LayerSpec(index, 1, 1, DIM, DIM, 1.0, dtype=dtype)
+        try:
+            pair = tuple(reader(codec.for_layer(layer, kind), DIM, dtype) for kind in "kv")
+        except Exception:  # whatever is wrong with it, or with a layer that may not exist, is said when it is used
+            continue
+        if all(isinstance(how, Reader) for how in pair):
+            found.append(pair)
+    return found
 
 
 def most_scale(peak: float) -> float:

@@ -4,7 +4,7 @@
     model = wrap(module)                       # kvframe.hf.HFModel
     check_greedy(module, prompt, output)       # AssertionError where output differs from REF
 
-    class TestMine(CodecContract):             # pytest runs every promise of the interface; see kvframe.testing.contracts
+    class TestMine(CodecContract):             # a test per promise of the interface; see kvframe.testing.contracts
         bound = 0.05
         def make(self):
             return MyCodec(bits=4)

@@ -1,9 +1,9 @@
 """Watchers that run the data plane of a walk: every step stores and attends, and every output is held against what it
 must be, computed from the request's tokens alone.
 
-`Attending` knows the parts of a BlockKVCache and poisons what nobody holds. `Alone` works for any KVCache: a request gets
-what it gets when it has the cache for itself, whatever the batch, the chunks and the hits; and what the definition says,
-where the cache calls itself exact.
+`Attending` knows the parts of a BlockKVCache and poisons what nobody holds. `Alone` works for any KVCache: a request
+gets what it gets when it has the cache for itself, whatever the batch, the chunks and the hits; and what the definition
+says, where the cache calls itself exact.
 
 Shape legend: L tokens of a request, C of a step, Hq/Hkv heads, Dk/Dv sizes.
 """

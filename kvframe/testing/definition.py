@@ -27,7 +27,9 @@ def attention(q, k, v, mask, spec: LayerSpec, learned=None, second=None, sinks: 
         second: [C, Hq, Dk], the queries that meet the first `sinks` keys, or None.
     """
     k, v = (x.double() if x.dim() == 4 else x.double()[None].expand(len(q), *x.shape) for x in (k, v))
-    k, v = (x.masked_fill(~mask[..., None, None], 0.0).repeat_interleave(spec.q_heads // spec.kv_heads, 2) for x in (k, v))
+    k, v = (
+        x.masked_fill(~mask[..., None, None], 0.0).repeat_interleave(spec.q_heads // spec.kv_heads, 2) for x in (k, v)
+    )
     scores = torch.einsum("chd,clhd->hcl", q.double(), k) * spec.scale
     if second is not None:
         others = torch.einsum("chd,clhd->hcl", second.double(), k) * spec.scale
@@ -58,8 +60,8 @@ def coded(x: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def stored(x: torch.Tensor, codec: Codec, q_pos: np.ndarray) -> torch.Tensor:
-    """`x [L, Hkv, D]` as queries at `q_pos [C]` see it, `[C, L, Hkv, D]`: their own group in full precision when the codec
-    seals, all else as codes."""
+    """`x [L, Hkv, D]` as queries at `q_pos [C]` see it, `[C, L, Hkv, D]`: their own group in full precision when the
+    codec seals, all else as codes."""
     own = (q_pos[:, None] // codec.group == np.arange(len(x)) // codec.group) & (codec.group > 1)
     return torch.where(torch.from_numpy(own)[..., None, None], x[None].float(), coded(x, codec)[None])
 

@@ -1,7 +1,7 @@
 """A step of one layer, built by hand: block tables in any order, storage that is poison wherever nobody may look.
 
-Shape legend: R requests, T tokens of the step, L tokens of one request, C new ones, Hq/Hkv heads, Dk/Dv sizes, S slots of
-a block.
+Shape legend: R requests, T tokens of the step, L tokens of one request, C new ones, Hq/Hkv heads, Dk/Dv sizes, S slots
+of a block.
 """
 
 from __future__ import annotations
@@ -84,18 +84,20 @@ def make_step(
     holes: bool = True,
     codecs: tuple[Codec, Codec] | None = None,
     device: str = "cpu",
+    clean: bool = False,
 ) -> Step:
     """A step of requests `(L, C)`: L tokens after the step, the last C of them new.
 
-    What a request brings depends on its L and the seed only. Slots that no query of the step may see are poison, and
-    blocks whose slots are all dead are dropped (`holes`). Codecs that seal have tails, which are not made here.
+    What a request brings depends on its L and the seed only. Slots that no query of the step may see are poison (zeros
+    if `clean`), and blocks whose slots are all dead are dropped (`holes`). Codecs that seal have tails, which are not
+    made here.
     """
     rng, rule, codecs = np.random.default_rng(seed), rule or Band(), codecs or (Verbatim(), Verbatim())
     dtype, sizes = getattr(torch, spec.dtype), [-(-length // block_size) for length, _ in requests]
     ids = iter(rng.permutation(sum(sizes)) + 1)
     tables = np.zeros((len(requests), max(sizes)), dtype=np.int32)
     shape = (sum(sizes) + 1, block_size, spec.kv_heads)
-    planes = [_empty(codec, dim, shape, spec.dtype) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
+    planes = [_empty(codec, dim, shape, spec.dtype, clean) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
     slots, positions, texts = [], [], []
     for r, (length, chunk) in enumerate(requests):
         tables[r, : sizes[r]] = [next(ids) for _ in range(sizes[r])]
@@ -127,11 +129,12 @@ def make_step(
     return Step(storage, _moved(host, device), q, k, v, list(requests), texts)
 
 
-def _empty(codec: Codec, dim: int, shape: tuple[int, ...], model_dtype: str) -> dict[str, torch.Tensor]:
+def _empty(codec: Codec, dim: int, shape: tuple[int, ...], model_dtype: str, clean: bool) -> dict[str, torch.Tensor]:
     found = {}
     for name, plane in codec.planes(dim).items():
         assert plane.per == "token", "a codec that seals needs tails"
-        found[name] = poison(torch.empty(*shape, *plane.shape, dtype=getattr(torch, plane.resolved(model_dtype))))
+        made = torch.zeros(*shape, *plane.shape, dtype=getattr(torch, plane.resolved(model_dtype)))
+        found[name] = made if clean else poison(made)
     return found
 
 

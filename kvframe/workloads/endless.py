@@ -16,4 +16,4 @@ class Endless(Mixed):
         super().__init__(requests, prompt, output, seed)
         least, most = self.prompt[0] + self.output[0], self.prompt[1] + self.output[1]
         longest = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        self.what = f"{requests} texts that grow to {longest} tokens, beyond an attention window"
+        self.what = f"{requests} text(s) that grow to {longest} tokens, beyond an attention window"

@@ -13,4 +13,4 @@ class LongContext(Mixed):
 
     def __init__(self, requests: int = 2, prompt=2048, output=32, seed: int = 0):
         super().__init__(requests, prompt, output, seed)
-        self.what = f"{requests} long prompts with short answers"
+        self.what = f"{requests} long prompt(s) with short answers"

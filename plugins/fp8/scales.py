@@ -37,7 +37,7 @@ class Scales:
         return self.layers.get(layer, {}).get(kind) if self.common is None else self.common
 
     def conflicts(self, stored: Iterable[int], layers: int, key: str) -> Iterator[str]:
-        """Why they do not fit a model of so many layers, which stores vectors in those of `stored`. key: of the codec."""
+        """Why they do not fit a model of so many layers that stores vectors in those of `stored`. key: of the codec."""
         if self.common is not None:
             return
         name = f"{key}.{OPTION}"

@@ -32,7 +32,7 @@ class RadixIndex(PrefixIndex):
             return []
         return [
             f"the radix index shares complete blocks, and a block of {size} tokens holds a whole request of "
-            f"engine.max_len={others.max_len}: cache/layout=paged with a block_size below that, or a larger engine.max_len"
+            f"engine.max_len={others.max_len}: cache/layout=paged with a block_size below that, or more engine.max_len"
         ]
 
     def attach(self, block_size, groups, eviction, now):

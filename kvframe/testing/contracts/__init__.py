@@ -44,7 +44,7 @@ def __getattr__(name: str):
         from kvframe.errors import MissingPackageError
 
         raise MissingPackageError(
-            f"kvframe.testing.{name} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            f"kvframe.testing.{name} needs what is not installed: {' and '.join(missing)}",
             fix='pip install "kvframe[testing]"',
         )
     return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -5,8 +5,6 @@ Shape legend: n vectors or groups, G sealing group, H heads, D size of a vector.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kvframe import sealing
@@ -14,32 +12,17 @@ from kvframe.interfaces import Codec
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.attending import Attending
 from kvframe.testing.contracts.facts import CodecFacts
+from kvframe.testing.contracts.numbers import DTYPES, CodecNumbers, each
 from kvframe.testing.contracts.part import PartContract, cache_of
 from kvframe.testing.contracts.promises import differs, example, promise
-from kvframe.testing.contracts.vectors import all_samples, broken, samples, shares
+from kvframe.testing.contracts.vectors import all_samples, samples
 from kvframe.testing.parts import Blocks, some_layers
 from kvframe.testing.trie import TrieIndex
 from kvframe.testing.walker import Walker
 from kvframe.types import LayerSpec
 
-DTYPES = ("float32", "bfloat16")
 
-
-def each(check):
-    """Runs a check `(self, codec, kind, dim)` for keys and values and every size of vectors."""
-
-    @functools.wraps(check)
-    def run(self):
-        for dim in self.dims:
-            for kind in ("k", "v"):
-                with example(kind=kind, head_size=dim):
-                    check(self, self.bound_to(kind, dim), kind, dim)
-
-    del run.__wrapped__  # pytest would take the arguments for fixtures
-    return run
-
-
-class CodecContract(CodecFacts, PartContract):
+class CodecContract(CodecNumbers, CodecFacts, PartContract):
     """Subclass it and define `make(self) -> Codec`.
 
     Attributes:
@@ -112,17 +95,16 @@ class CodecContract(CodecFacts, PartContract):
     @each
     def test_each_is_encoded_alone(self, codec, kind, dim):
         names, x = all_samples(dim, codec.group, self.high)
-        for dtype in DTYPES:
+        for turn, dtype in enumerate(DTYPES):
             given = x.to(getattr(torch, dtype))
-            whole = codec.encode(given)
-            for i, name in enumerate(names):
-                alone, heads = codec.encode(given[i : i + 1]), codec.encode(given[i : i + 1, ..., 1:, :])
-                with example(token=i, which=name, beside=f"{len(given)} others", dtype=dtype):
-                    for plane in whole:
-                        assert not differs(alone[plane][0], whole[plane][i]), f"other codes alone: plane {plane!r}"
-                        mine = whole[plane].movedim(whole[plane].dim() - len(codec.planes(dim)[plane].shape) - 1, 0)
-                        its = heads[plane].movedim(heads[plane].dim() - len(codec.planes(dim)[plane].shape) - 1, 0)
-                        assert not differs(its[0, 0], mine[1, i]), f"other codes without head 0: plane {plane!r}"
+            whole, heads = codec.encode(given), codec.encode(given[..., 1:, :])
+            for i, name in list(enumerate(names))[turn :: len(DTYPES)]:
+                alone = codec.encode(given[i : i + 1])
+                with example(token=i, which=name, beside=f"{len(given) - 1} others", dtype=dtype):
+                    for plane, made in whole.items():
+                        assert not differs(alone[plane][0], made[i]), f"other codes alone: plane {plane!r}"
+                        mine = made[i].narrow(made[i].dim() - len(codec.planes(dim)[plane].shape) - 1, 1, 1)
+                        assert not differs(heads[plane][i], mine), f"other codes without head 0: plane {plane!r}"
 
     @promise("encode does not depend on how the batch is laid out in memory or shaped")
     @each
@@ -140,14 +122,17 @@ class CodecContract(CodecFacts, PartContract):
     @promise("encode and decode are functions: they remember nothing, and leave what they are given as it was")
     @each
     def test_nothing_is_remembered_or_changed(self, codec, kind, dim):
-        x = all_samples(dim, codec.group, self.high)[1]
+        x = samples(dim, codec.group)["normal"]
         given = x.clone()
         first = codec.encode(given)
         assert not differs(given, x), "encode has changed its input"
         planes = {name: plane.clone() for name, plane in first.items()}
         back = codec.decode(planes, torch.float32)
         assert not any(differs(planes[name], first[name]) for name in planes), "decode has changed the planes"
-        codec.encode(x.flip(0) * 3), codec.decode(codec.encode(x[:1]), torch.bfloat16)
+        loud = all_samples(dim, codec.group, self.high)[1]
+        given = loud.clone()
+        codec.decode(codec.encode(given), torch.bfloat16)
+        assert not differs(given, loud), "encode has changed its input"
         again = codec.encode(x)
         assert not any(differs(again[name], first[name]) for name in first), "other codes the second time"
         assert not differs(codec.decode(first, torch.float32), back), "other numbers the second time"
@@ -181,92 +166,18 @@ class CodecContract(CodecFacts, PartContract):
                 off = (got.float() - exactly).abs() > exactly.abs() / 64 + 1e-6
                 assert not off.any(), "it is not the float32 answer, rounded"
 
-    # -- numbers ---------------------------------------------------------------------------------------------
-
-    @promise("an exact codec gives back every bit; any other declares how far off its numbers are at most (`bound`)")
-    def test_exact_or_bounded(self):
-        if not self.make().exact:
-            assert self.bound is not None, "exact is False, and the test class has no `bound`"
-            return
-        assert self.bound is None, f"exact is True, and bound={self.bound}"
-        for kind in ("k", "v"):
-            codec = self.bound_to(kind, self.dims[0])
-            for name, x in samples(self.dims[0], codec.group).items():
-                for dtype in (torch.float32, torch.bfloat16):
-                    given = x.to(dtype)
-                    with example(kind=kind, which=name, dtype=dtype):
-                        assert not differs(codec.decode(codec.encode(given), dtype), given), "other bits came back"
-
-    def _errors(self, codec: Codec, kind: str, dim: int):
-        """`(name of the sample, dtype, x, errors)`: each as a share of the largest size in the vector or group."""
-        for name, x in samples(dim, codec.group, self.low, self.high).items():
-            for dtype in DTYPES:
-                given = x.to(getattr(torch, dtype))
-                back = codec.decode(codec.encode(given), torch.float32)
-                yield name, dtype, given, shares(given.float(), back, codec.group, self.low)
-
-    def _bound(self, kind: str) -> float | None:
-        return self.bound[kind] if isinstance(self.bound, dict) else self.bound
-
-    @promise("no number comes back further away than the declared bound")
-    @each
-    def test_errors_are_within_the_bound(self, codec, kind, dim):
-        for name, dtype, x, errors in self._errors(codec, kind, dim):
-            worst = errors.flatten(1).max(1).values
-            i = int(worst.nan_to_num(nan=torch.inf).argmax())
-            with example(which=name, dtype=dtype, x=x[i].flatten()[:8], bound=self._bound(kind)):
-                limit = (self._bound(kind) or 0.0) * (1 + 1e-5)
-                assert float(worst[i]) <= limit, f"{float(worst[i]):.4g} of the largest size"
-
-    @promise("the declared bound is not too wide: at most 4 times the largest error")
-    def test_the_bound_is_tight(self):
-        for kind in ("k", "v"):
-            measured, bound = 0.0, self._bound(kind)
-            for dim in self.dims:
-                for _, _, _, errors in self._errors(self.bound_to(kind, dim), kind, dim):
-                    measured = max(measured, float(errors.nan_to_num(0.0).max()))
-            with example(kind=kind, bound=bound):
-                assert bound is None or bound <= 4 * measured, f"the largest error is {measured:.4g}"
-
-    @promise("a NaN stays NaN, and hurts nobody but its own vector (or its channel of the group that is sealed)")
-    @each
-    def test_nan_stays_at_home(self, codec, kind, dim):
-        x = samples(dim, codec.group)["normal"]
-        plain = codec.decode(codec.encode(x), torch.float32)
-        bad, at = x.clone(), ((1,) if codec.group == 1 else (1, codec.group // 2)) + (1, dim // 2)
-        bad[at] = torch.nan
-        back, hurt = codec.decode(codec.encode(bad), torch.float32), torch.zeros_like(x, dtype=torch.bool)
-        hurt[at[:-1]] = True
-        if codec.group > 1:
-            hurt[(1, slice(None), 1, dim // 2) if self.nan_hurts == "vector" else 1] = True
-        with example(x=f"normal, NaN at {list(at)} of {list(x.shape)}"):
-            assert back[at].isnan(), f"the NaN came back as {float(back[at])}"
-            wrong = ((back != plain) & ~hurt).nonzero()
-            assert not len(wrong), f"the number at {wrong[0].tolist()} changed"
-
-    @promise("a number that is too large comes back finite, and hurts no other vector")
-    @each
-    def test_large_numbers_saturate(self, codec, kind, dim):
-        x = samples(dim, codec.group)["normal"]
-        plain = codec.decode(codec.encode(x), torch.float32)
-        for value in broken(self.saturates and not self.make().exact):
-            bad = x.clone()
-            bad[1, ..., 1, dim // 2] = value
-            back = codec.decode(codec.encode(bad), torch.float32)
-            with example(x=f"normal, with {value:g}"):
-                assert bool(back.isfinite().all()), "something is not finite"
-                others = torch.ones(len(x), dtype=torch.bool)
-                others[1] = False
-                assert not differs(back[others], plain[others]), "another vector changed"
-
     # -- in a cache ------------------------------------------------------------------------------------------
 
-    @promise("a cache with this codec works: what is stored is read, in any chunks, with hits, forks and poison beside it")
+    @promise(
+        "a cache with this codec works: what is stored is read, in any chunks, with hits, forks and poison beside it"
+    )
     def test_in_a_cache(self):
         dim = min(self.dims)
         layers = some_layers((None, 10), (0,), dims=(dim, dim))
         unit = sealing.unit(self.make(), layers)
-        cache = cache_of(layers, {"kernels": (ReferenceKernel(),)}, layout=Blocks(max(8, unit)), index=TrieIndex(), codec=self.make())
+        cache = cache_of(
+            layers, {"kernels": (ReferenceKernel(),)}, layout=Blocks(max(8, unit)), index=TrieIndex(), codec=self.make()
+        )
         walker = Walker(cache, seed=1, watcher=Attending(cache))
-        walker.walk(40)
-        assert walker.watcher.outputs > 50, "the walk compared nothing"
+        walker.walk(24)
+        assert walker.watcher.outputs > 20, "the walk compared nothing"

@@ -41,8 +41,12 @@ class CodecFacts(Contract):
             declared, table = codec.planes(dim), codec.values()
             with example(kind=kind, head_size=dim):
                 payload = declared["payload"]
-                assert (tuple(payload.shape), payload.dtype) == ((dim,), "int8" if table is None else "uint8"), f"{payload}"
-                assert set(declared) == ({"payload"} if codec.fixed is not None else {"payload", "scale"}), f"{declared}"
+                assert (tuple(payload.shape), payload.dtype) == ((dim,), "int8" if table is None else "uint8"), (
+                    f"{payload}"
+                )
+                assert set(declared) == ({"payload"} if codec.fixed is not None else {"payload", "scale"}), (
+                    f"{declared}"
+                )
                 if codec.fixed is None:
                     scale = declared["scale"]
                     assert tuple(scale.shape) == (1,) and scale.dtype in ("float32", "float16"), f"{scale}"

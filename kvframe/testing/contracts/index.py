@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from kvframe.interfaces import Eviction
-from kvframe.testing.contracts.machine import walk_and_shrink
 from kvframe.testing.contracts.part import PartContract, cache_of
 from kvframe.testing.contracts.promises import example, promise
+from kvframe.testing.contracts.walks import walks
 from kvframe.testing.contracts.watched import Watched
 from kvframe.testing.parts import Band, Blocks, Oldest, some_layers
 from kvframe.testing.walked import Walked
@@ -20,49 +22,34 @@ class IndexContract(PartContract):
     """Subclass it and define `make(self) -> PrefixIndex`.
 
     Attributes:
-        steps: calls of a cache in each of the long walks.
+        steps: calls of a cache in each of the longer walks.
     """
 
     kind = "index"
-    steps = 500
+    steps = 300
 
     def eviction(self) -> Eviction:
         """What orders the blocks that nobody uses; overwrite it to try the index with another policy."""
         return Oldest()
 
-    def cache(self, size: int, windows):
-        return cache_of(
-            some_layers(windows), layout=Blocks(size), index=Watched(self.make()), eviction=self.eviction()
-        )
+    def walker(self, size: int, windows, longest: int) -> Walker:
+        """Over a cache that has room for one request of the longest and a half."""
+        parts = {"layout": Blocks(size), "index": Watched(self.make()), "eviction": self.eviction()}
+        return Walker(cache_of(some_layers(windows), {"max_len": longest}, **parts), max_len=longest)
 
     @promise("an index serves a cache: every call, in any order")
-    def test_short_walks(self):
-        """Shrunk to the shortest calls that break a promise."""
-        for size, windows in SHAPES[:2]:
-            with example(block_size=size, windows=windows):
-                cache = self.cache(size, windows)
-
-                def walker(seed, cache=cache):
-                    cache.reset()
-                    return Walker(cache, seed=seed)
-
-                assert walk_and_shrink(walker, extra=("evict",) * 3) > 100, "hardly a call was possible"
-
-    @promise("an index serves a cache: every call, in any order")
-    def test_long_walks(self):
+    def test_walks(self):
         for size, windows in SHAPES:
             with example(block_size=size, windows=windows):
-                cache = self.cache(size, windows)
-                walker = Walker(cache, seed=1)
-                walker.rarely = 0.01
-                walker.walk(self.steps)
-                if cache.index.keeps:
+                steps = self.steps if self.make().keeps else 50
+                walker = walks(functools.partial(self.walker, size, windows), 6, 40, steps, ("evict",) * 2)
+                if walker.cache.index.keeps:
                     with promise("an index that keeps something is of use: tokens that were seen are found again"):
                         assert walker.hits and walker.calls["evict"], f"{walker.hits} tokens of {walker.calls}"
 
-    def _attached(self, size: int = 4, rules=(Band(),)) -> Watched:
+    def _attached(self, *rules: Band) -> Watched:
         index = Watched(self.make())
-        index.attach(size, list(rules), self.eviction(), lambda: 0.0)
+        index.attach(4, list(rules) or [Band()], self.eviction(), lambda: 0.0)
         return index
 
     def _insert(self, index: Watched, tokens: list[int], first: int, salt: str = "") -> None:
@@ -80,7 +67,7 @@ class IndexContract(PartContract):
 
     @promise("clear forgets everything, and the index can be used again")
     def test_clear(self):
-        index = self._attached(rules=(Band(), Band(5)))
+        index = self._attached(Band(), Band(5))
         self._insert(index, [1, 2, 3, 4, 5, 6, 7, 8], 1)
         index.clear()
         asked = Walked("b", np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.int32))

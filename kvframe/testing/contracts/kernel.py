@@ -10,27 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.testing.attending import Attending
-from kvframe.testing.codecs import Eights, Sealed
+from kvframe.testing.codecs import Sealed
+from kvframe.testing.contracts.kernel_steps import HEADS, MIXED, NEAR, RULES, KernelSteps
 from kvframe.testing.contracts.part import cache_of
-from kvframe.testing.contracts.promises import Contract, differs, example, promise
-from kvframe.testing.parts import Band, Blocks, Stripes, Verbatim, some_layers
-from kvframe.testing.steps import Step, make_spec, make_step
+from kvframe.testing.contracts.promises import differs, example, promise
+from kvframe.testing.parts import Band, Blocks, some_layers
+from kvframe.testing.steps import make_spec, make_step
 from kvframe.testing.trie import TrieIndex
 from kvframe.testing.walker import Walker
-
-MIXED = [(1, 1), (2, 2), (40, 1), (17, 1), (70, 30), (33, 33), (300, 1), (90, 3), (64, 1)]
-RULES = {
-    "full": Band(),
-    "window": Band(24),
-    "window and sinks": Band(24, 5),
-    "its own position only": Band(1),
-    "more sinks than window": Band(9, 70),
-    "stripes": Stripes(8, 4),
-}
-HEADS = [(4, 4), (9, 3), (8, 1)]  # query and KV heads
-NEAR = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,7 @@ class Turned(Band):
         return np.minimum(q_pos, self.sinks + self.window - 1)
 
 
-class KernelContract(Contract):
+class KernelContract(KernelSteps):
     """Subclass it and define `make(self) -> Kernel`.
 
     What `unsupported` names is not tried. What it leaves is held to the definition of attention, in storage that is
@@ -52,51 +40,19 @@ class KernelContract(Contract):
         bitwise: decode steps of a request are bit by bit the same alone and in a batch; False: within 1e-6.
     """
 
-    device = "cpu"
     bitwise = False
-
-    def codecs(self) -> dict[str, tuple[Codec, Codec]]:
-        """Codecs of keys and values to try; overwrite it to try others. None of them may seal."""
-        eight, plain = Eights(), Verbatim()
-        return {"verbatim": (plain, plain), "8 bits": (eight, eight), "8 bits for values": (plain, eight)}
-
-    def reasons(self, kernel: Kernel, spec, codecs, rule: Retention) -> list[str]:
-        found = kernel.unsupported(spec, codecs, rule, self.device)
-        second = rule.sink_position(np.zeros(1, np.int64)) is not None and not kernel.sink_queries
-        return [*found, "no second query"] if second else found
-
-    def step(self, kernel: Kernel, spec, requests, size=16, rule: Retention | None = None, codecs=None, seed=0) -> Step | None:
-        """A step that the kernel serves, or None."""
-        rule, codecs = rule or Band(), codecs or (Verbatim(), Verbatim())
-        if self.reasons(kernel, spec, codecs, rule):
-            return None
-        return make_step(spec, requests, size, rule, seed, codecs=codecs, device=self.device)
-
-    def agrees(self, kernel: Kernel, step: Step | None, **shown) -> int:
-        """Runs a step and holds it to the definition; answers how many steps that were."""
-        if step is None:
-            return 0
-        limit, spec = NEAR[step.storage.spec.dtype], step.storage.spec
-        shown = {"heads": f"{spec.q_heads} and {spec.kv_heads}", "sizes": f"{spec.k_dim} and {spec.v_dim}",
-                 "dtype": spec.dtype, "block_size": step.storage.block_size, **shown}  # fmt: skip
-        with example(**shown):
-            got = step.run(kernel)
-            assert got.dtype == step.q.dtype and got.shape == (len(step.q), spec.q_heads, spec.v_dim), f"{got.shape}"
-            got, want, at = got.cpu().double(), step.wanted(), 0
-            limit *= max(1.0, float(want.abs().max()))
-            for length, chunk in step.requests:
-                error = float((got[at : at + chunk] - want[at : at + chunk]).abs().max().nan_to_num(nan=torch.inf))
-                with example(request=f"{length} tokens, the last {chunk} of them new"):
-                    assert error <= limit, f"off by {error:.3g} (allowed: {limit:.3g})"
-                at += chunk
-        return 1
 
     # -- what it serves --------------------------------------------------------------------------------------
 
     @promise("unsupported answers a list of reasons for anything that it is asked, and the same one when asked again")
     def test_unsupported(self):
         kernel, odd = self.make(), ("cpu", "cuda:0", "meta")
-        specs = [make_spec(), make_spec(dtype="float16"), make_spec(k_dim=12, v_dim=7), make_spec(softcap=5.0, sinks=True)]
+        specs = [
+            make_spec(),
+            make_spec(dtype="float16"),
+            make_spec(k_dim=12, v_dim=7),
+            make_spec(softcap=5.0, sinks=True),
+        ]
         for spec in specs:
             for codecs in [*self.codecs().values(), (Sealed(), Sealed())]:
                 for name, rule in RULES.items():
@@ -167,7 +123,9 @@ class KernelContract(Contract):
 
     # -- what it leaves alone ----------------------------------------------------------------------------------
 
-    @promise("store writes the codes of each new token to its slot, bit by bit as the codec says, and touches no other slot")
+    @promise(
+        "store writes the codes of each new token to its slot, bit by bit as the codec says, and touches no other slot"
+    )
     def test_store(self):
         kernel = self.make()
         for name, codecs in self.codecs().items():
@@ -188,19 +146,17 @@ class KernelContract(Contract):
     @promise("a slot that no query may see is not read: whatever lies there, the answer is the same")
     def test_poison(self):
         kernel = self.make()
+        spec, requests = make_spec(4, 2), [(17, 1), (40, 20), (50, 1)]
         for name, codecs in self.codecs().items():
             for rule in RULES:
-                step = self.step(kernel, make_spec(4, 2), [(17, 1), (40, 20), (50, 1)], 16, RULES[rule], codecs)
+                step = self.step(kernel, spec, requests, 16, RULES[rule], codecs)
                 if step is None:
                     continue
-                clean = step.copy()
-                for plane in (*clean.storage.k.values(), *clean.storage.v.values()):
-                    bad = plane.isnan() if plane.is_floating_point() else plane == (-128 if plane.dtype == torch.int8 else 127)
-                    plane[bad] = 0
-                with example(rule=rule, codecs=name, block_size=16, requests="(17, 1), (40, 20), (50, 1)"):
+                zeros = make_step(spec, requests, 16, RULES[rule], codecs=codecs, device=self.device, clean=True)
+                with example(rule=rule, codecs=name, block_size=16, requests=requests):
                     poisoned = step.run(kernel)
                     assert bool(poisoned.isfinite().all()), "an answer is no number"
-                    off = float((poisoned.double() - clean.run(kernel).double()).abs().max())
+                    off = float((poisoned.double() - zeros.run(kernel).double()).abs().max())
                     assert off <= 1e-6, f"zeros instead of poison move it by {off:.3g}"
 
     @promise("q, k and v stay as they were, and may be strided as a model makes them")
@@ -214,9 +170,11 @@ class KernelContract(Contract):
             want = step.run(kernel)
             assert not any(differs(a, b) for a, b in zip(given, (step.q, step.k, step.v))), "an argument was changed"
             joined = torch.cat(given, dim=1)
-            layouts = {"cut out of one tensor": [joined[:, :6], joined[:, 6:8], joined[:, 8:]],
-                       "heads before tokens": [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given],
-                       "numbers before heads": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]}  # fmt: skip
+            layouts = {
+                "cut out of one tensor": [joined[:, :6], joined[:, 6:8], joined[:, 8:]],
+                "heads before tokens": [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given],
+                "numbers before heads": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given],
+            }
             for name, (step.q, step.k, step.v) in layouts.items():
                 with example(dtype=dtype, memory=name):
                     off = (step.run(kernel).float() - want.float()).abs().max()

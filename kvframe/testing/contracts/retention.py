@@ -24,8 +24,8 @@ class RetentionContract(PartContract):
     """Subclass it and define `make(self) -> Retention`.
 
     Attributes:
-        length: positions that are tried, 0 .. length - 1. The rule should drop some of them: give the part small windows,
-            or the suite a larger length (it tries every pair).
+        length: positions that are tried, 0 .. length - 1. The rule should drop some of them: give the part small
+            windows, or the suite a larger length (it tries every pair).
         layers: what `for_layer` is asked for.
     """
 
@@ -74,7 +74,9 @@ class RetentionContract(PartContract):
                     assert not len(late), f"it sees position {q + 1 + int(late[0])}"
                     assert seen[q].any(), "it sees nothing, so its attention is no number"
 
-    @promise("where kernel_mask is True the mask is exactly `k <= q and (window is None or q - k < window or k < sinks)`")
+    @promise(
+        "where kernel_mask is True the mask is exactly `k <= q and (window is None or q - k < window or k < sinks)`"
+    )
     def test_kernel_mask_is_the_formula(self):
         for name, rule in self.rules():
             if not rule.kernel_mask:
@@ -180,7 +182,9 @@ class RetentionContract(PartContract):
             q, k = at[:, None].copy(), at[None, :].copy()
             rule.visible(q, k)
             with example(layer=name):
-                assert np.array_equal(q, at[:, None]) and np.array_equal(k, at[None, :]), "visible changed its arguments"
+                assert np.array_equal(q, at[:, None]) and np.array_equal(k, at[None, :]), (
+                    "visible changed its arguments"
+                )
                 assert np.array_equal(self.table(rule), before), "visible answers something else the second time"
                 for computed in reversed(range(self.length)):
                     with example(num_computed=computed):
@@ -216,10 +220,10 @@ class RetentionContract(PartContract):
         from kvframe.testing.attending import Attending
 
         layers = some_layers((None, 10), rotary=Rotary())  # nothing turns, so a second query is the first one
-        Walker(cache_of(layers, index=TrieIndex(), retention=self.make()), seed=1).walk(300)
+        Walker(cache_of(layers, index=TrieIndex(), retention=self.make()), seed=1).walk(200)
         cache = cache_of(layers, {"kernels": (ReferenceKernel(),)}, index=TrieIndex(), retention=self.make())
         walker = Walker(cache, seed=2, watcher=Attending(cache))
-        walker.walk(40)
+        walker.walk(30)
         assert walker.watcher.outputs > 50, "the walk compared nothing"
 
 

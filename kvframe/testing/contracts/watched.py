@@ -75,18 +75,24 @@ class Watched(PrefixIndex):
         for i, block in enumerate(found.blocks[g].tolist() if found.blocks else ()):
             if block:
                 with promise("a block of a match holds the tokens that the request has there"):
-                    assert keys.get(block) == self._key(request, (i + 1) * self.size), f"block {i} of the match is {block}"
+                    assert keys.get(block) == self._key(request, (i + 1) * self.size), (
+                        f"block {i} of the match is {block}"
+                    )
             else:
                 with promise("a match has a hole only where retention says that no later query looks"):
                     dead = self.rules[g].dead(i * self.size, (i + 1) * self.size, n)
                     assert dead.all(), f"block {i} of the {n} tokens is missing"
         if found.tail:
             source, m = found.tail[g]
-            with promise("the tail of a match is the beginning of a block that holds the tokens that the request has there"):
+            with promise(
+                "the tail of a match is the beginning of a block that holds the tokens that the request has there"
+            ):
                 salt, tokens = keys.get(source, (None, b""))
                 wanted = self._key(request, n)[1]
                 assert m == n % self.size and salt == request.salt, f"{m} slots of block {source}"
-                assert tokens.startswith(wanted) and len(tokens) // 4 == n - m + self.size, f"{m} slots of block {source}"
+                assert tokens.startswith(wanted) and len(tokens) // 4 == n - m + self.size, (
+                    f"{m} slots of block {source}"
+                )
 
     def _best(self, request, limit: int) -> int:
         """The most tokens, in whole blocks, after which every block that a query needs is there."""
@@ -143,6 +149,9 @@ class Watched(PrefixIndex):
                 with promise("insert publishes one block for the same tokens, not two"):
                     assert blocks.get(key, own) == own, f"block {own}, and {blocks[key]} was there"
                 keys[own], blocks[key] = key, own
+            with promise("requests with different salts share no block"):
+                salt = keys.get(held, key)[0]
+                assert salt == request.salt, f"block {held} was inserted under salt {salt!r}"
             with promise("insert answers the published block of the same tokens where there is one, else the own one"):
                 want = blocks.get(key, own) if own else 0
                 assert held == want, f"block {i} is {held}, not {want}"

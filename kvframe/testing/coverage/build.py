@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -13,21 +12,38 @@ from kvframe.testing.coverage.shrink import tiny_config
 from kvframe.testing.models import spread
 
 
-def architectures() -> dict[str, list[type]]:
-    """Every distinct class of transformers' causal LMs -> the config classes that lead to it.
+def architectures() -> dict[str, list[str]]:
+    """Every distinct class of transformers' causal LMs -> the model types that lead to it. Imports none of them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    found: dict[str, list[str]] = {}
+    for model_type, classes in names.items():
+        for name in classes if isinstance(classes, list | tuple) else [classes]:
+            found.setdefault(name, []).append(model_type)
+    return found
+
+
+def configs(name: str) -> list[type]:
+    """The config classes of a model class.
 
     A config that holds others (text, vision) is replaced by the one among them that the class is made for, as
     `AutoModelForCausalLM.from_config` does.
     """
-    found: dict[str, list[type]] = {}
-    for config_class, model_class in _pairs():
-        own = model_class.config_class
-        if own is not None and own is not config_class and own in _parts(config_class):
-            config_class = own
-        configs = found.setdefault(model_class.__name__, [])
-        if config_class not in configs:
-            configs.append(config_class)
-    return found
+    from transformers import CONFIG_MAPPING
+
+    own, found = model_class(name).config_class, []
+    for model_type in architectures()[name]:
+        config = CONFIG_MAPPING[model_type]
+        parts = [part for part in (getattr(config, "sub_configs", None) or {}).values() if isinstance(part, type)]
+        found.append(own if own is not config and own in parts else config)
+    return list(dict.fromkeys(found))
+
+
+def model_class(name: str) -> type:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[architectures()[name][0]]]
+    return next(each for each in (found if isinstance(found, list | tuple) else [found]) if each.__name__ == name)
 
 
 def build(name: str, config_class: type, seed: int = 0, **options) -> nn.Module:
@@ -35,12 +51,11 @@ def build(name: str, config_class: type, seed: int = 0, **options) -> nn.Module:
 
     Raises whatever transformers raises.
     """
-    model_class = next(model for _, model in _pairs() if model.__name__ == name)
     config = tiny_config(config_class, **options)
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), _without_missing_towers():
         torch.manual_seed(seed)
-        module = model_class(config)
+        module = model_class(name)(config)
     spread(module.float(), seed)
     return module.eval()
 
@@ -61,18 +76,3 @@ def _without_missing_towers():
 
     with mock.patch.object(AutoModel, "from_config", from_config):
         yield
-
-
-def _pairs() -> Iterator[tuple[type, type]]:
-    """(config class, model class); classes that need a package which is not installed are not in it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as mapping
-
-    for config_class in mapping.keys():
-        models = mapping[config_class]
-        for model_class in models if isinstance(models, list | tuple) else [models]:
-            yield config_class, model_class
-
-
-def _parts(config_class: type) -> set[type]:
-    """Classes of the configs within a config."""
-    return {part for part in (getattr(config_class, "sub_configs", None) or {}).values() if isinstance(part, type)}

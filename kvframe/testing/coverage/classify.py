@@ -9,7 +9,7 @@ from typing import Any
 
 from kvframe.errors import UnsupportedModelError
 from kvframe.hf import HFModel
-from kvframe.testing.coverage.build import architectures, build
+from kvframe.testing.coverage.build import build, configs
 from kvframe.testing.coverage.bypass import short, without_refusal
 from kvframe.testing.coverage.compare import compare
 from kvframe.testing.coverage.scope import out_of_scope
@@ -20,7 +20,7 @@ STATUSES = ("exact", "out_of_scope", "refused", "wrong")  # a class has the last
 def classify(name: str) -> dict[str, Any]:
     """The row of a model class: `architecture, status, reason, seconds`, and what was seen of each of its configs."""
     began = time.perf_counter()
-    rows = [classify_config(name, config_class) for config_class in architectures()[name]]
+    rows = [classify_config(name, config_class) for config_class in configs(name)]
     last = max(rows, key=lambda row: STATUSES.index(row["status"]))
     verdict = _status(last["status"], last["reason"])
     return {"architecture": name, **verdict, "seconds": round(time.perf_counter() - began, 2), "configs": rows}

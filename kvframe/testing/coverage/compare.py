@@ -9,7 +9,6 @@ Two runs over one cache with small blocks. The second one's prompts begin with t
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvframe.testing.harness import run_checked
 from kvframe.testing.oracle import check_greedy, teacher_logits
 from kvframe.types import Request, SamplingParams
 
-CACHE = ("cache=radix", "cache.layout.block_size=4", "cache.num_blocks=96")  # any that is exact and finds prefixes
+CONFIG = "base/coverage"  # the cache, see conf/base/coverage.yaml
 MAX_LEN = 64
 LENGTHS = (1, 6, 21, 37)
 NEW, MORE = 8, 3
@@ -43,9 +42,9 @@ class Agreement:
     hits: int
 
 
-def compare(module: nn.Module, model: HFModel, cache: Sequence[str] = CACHE) -> Agreement:
+def compare(module: nn.Module, model: HFModel) -> Agreement:
     """Raises AssertionError where the engine and REF differ, and whatever the engine raises."""
-    engine = _engine(model, tuple(cache))
+    engine = _engine(model)
     draws = np.random.default_rng(5)
     prompts = [draws.integers(3, min(SPECIAL, model.vocab_size), n).tolist() for n in LENGTHS]
     first = run_checked(engine, _requests(prompts, model))
@@ -62,20 +61,20 @@ def compare(module: nn.Module, model: HFModel, cache: Sequence[str] = CACHE) -> 
     return Agreement(tokens, error, hits)
 
 
-def _engine(model: HFModel, cache: tuple[str, ...]) -> Engine:
+def _engine(model: HFModel) -> Engine:
     context = CacheContext(
         layers=model.layers, dtype=model.dtype, max_len=MAX_LEN, max_requests=len(LENGTHS), max_step_tokens=BUDGET,
         kernels=(ReferenceKernel(),), learned_sinks=model.learned_sinks, trained_len=model.max_len,
     )  # fmt: skip
     return Engine(
-        model, build_cache(_composed(cache), context), max_len=MAX_LEN, max_requests=len(LENGTHS),
+        model, build_cache(_composed(), context), max_len=MAX_LEN, max_requests=len(LENGTHS),
         max_step_tokens=BUDGET, prefill_chunk=CHUNK, clock="virtual", pack_weights=False,
     )  # fmt: skip
 
 
 @functools.cache
-def _composed(cache: tuple[str, ...]):
-    return compose(cache)
+def _composed():
+    return compose((), CONFIG)
 
 
 def _requests(prompts: list[list[int]], model: HFModel) -> list[Request]:

@@ -19,6 +19,9 @@ DRAFT = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "sliding_window": 8,
     "layer_types": [S, F], "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
 }  # fmt: skip
+UNIFIED_DRAFT = {"model_type": "gemma4_unified_text"} | {
+    name: value for name, value in DRAFT.items() if name != "model_type" and "per_layer_input" not in name
+}
 
 HINTS: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_d_head": 32, "attn_layer_indices": [1, 3]},
@@ -43,6 +46,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "Gemma4TextConfig": {"layer_types": [S, F, S, F], "num_kv_shared_layers": 2, "global_head_dim": 32},
     "Gemma4UnifiedTextConfig": {"layer_types": [S, F, S, F], "num_kv_shared_layers": 2, "global_head_dim": 32},
     "Gemma4AssistantConfig": {"text_config": DRAFT},
+    "Gemma4UnifiedAssistantConfig": {"text_config": UNIFIED_DRAFT},
     "GraniteMoeHybridConfig": {"mamba_d_head": 32, "layer_types": [L, F, L, F]},
     "HunYuanDenseV1Config": {"head_dim": 16},
     "HunYuanMoEV1Config": {"head_dim": 16},

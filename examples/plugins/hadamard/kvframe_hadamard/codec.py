@@ -4,8 +4,8 @@
     code = round(y / s) + 8 in 1 .. 15,      s = max |y| / 7 per token and KV head
 
 One large channel, which keys of most models have, would cost all others their precision: the scale must reach it.
-Rotated, its size is shared by n numbers. Source: QuaRot (Ashkboos et al., arXiv:2404.00456), where the rotation is merged
-into the weights; here it is part of the codec, so any model will do.
+Rotated, its size is shared by n numbers. Source: QuaRot (Ashkboos et al., arXiv:2404.00456), where the rotation is
+merged into the weights; here it is part of the codec, so any model will do.
 
 Shape legend: D size of a vector, n of a rotation (a power of two that divides D), H KV heads, `...` any leading shape.
 """

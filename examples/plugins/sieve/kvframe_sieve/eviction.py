@@ -3,9 +3,9 @@
     oldest  A   B*  C   D*  E  newest      * was used
             ^ hand at A: A goes; B loses its mark and stays where it is; C goes; D loses its mark; E is next
 
-A hit only sets a mark, so one long scan of new prompts sweeps through without taking away what is used. Source: Zhang et
-al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches", NSDI 2024. A prefix index asks
-about runs, neighbouring blocks of one prefix with one history; of runs inserted together the last one goes first.
+A hit only sets a mark, so one long scan of new prompts sweeps through without taking away what is used. Source: Zhang
+et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches", NSDI 2024. A prefix index
+asks about runs, neighbouring blocks of one prefix with one history; of runs inserted together the last one goes first.
 """
 
 import bisect
