@@ -179,7 +179,7 @@ class TestCompositions(KVCacheContract):
     def composition(self, request):
         layout, _, retention = request.param.split()
         self.overrides = [*COMPOSITIONS[request.param], f"cache.num_blocks={BLOCKS[layout]}"]
-        self.bound = None if retention == "model" else 0.03
+        self.bound = None if retention == "model" else 0.05
 
     def make(self, context):
         return build_cache(config(*self.overrides), context)
