@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from rich.console import Console
 from test_evaluate import install_halves
 
@@ -21,6 +22,7 @@ from kvframe.comparison.candidates import contenders, differences
 from kvframe.comparison.compare import compare
 from kvframe.comparison.plain import plain
 from kvframe.comparison.quality import token_match
+from kvframe.comparison.store import Store, take_over
 from kvframe.comparison.summary import row_table
 from kvframe.config import build_workload, compose
 from kvframe.errors import CapacityError, ConfigError
@@ -352,25 +354,31 @@ def test_a_stopped_comparison_goes_on(model, monkeypatch, tmp_path):
     assert grown["reference"] == "paged" and grown["quality"]["hf_dynamic"] == half["quality"]["hf_dynamic"]
 
 
-def test_another_config_is_not_mixed_with_old_results(model, tmp_path):
+def test_another_config_is_not_mixed_with_old_results(results, model, tmp_path):
     path = tmp_path / "results.json"
-    run(model, "caches=[paged]", *SMALL, *QUICK, "cache.layout.block_size=16", path=path)
-    before = path.read_text()
-    cases = {
-        "workload.seed=1": "workload.seed: 0 there, 1 here",
-        "cache.layout.block_size=8": "paged.cache.layout.block_size: 16 there, 8 here",
-        "model.seed=3": "model.seed: 0 there, 3 here",
-    }
-    for override, message in cases.items():
-        with pytest.raises(ConfigError, match=f"measured under another config: .*{message}.*\n  fix: another out="):
-            size = [] if "block_size" in override else ["cache.layout.block_size=16"]
-            run(model, "caches=[paged]", *SMALL, *QUICK, *size, override, "resume=true", path=path)
-    assert path.read_text() == before
+    path.write_text(json.dumps(results))
+    with pytest.raises(ConfigError, match="under another config: workload.seed: 0 there, 1 here.*\n  fix: another"):
+        run(model, "caches=[paged]", *SMALL, *QUICK, "workload.seed=1", "resume=true", path=path)
+    assert json.loads(path.read_text()) == results
+    for keys, value, message in (
+        (("config", "model", "seed"), 3, "model.seed: 0 there, 3 here"),
+        (("candidates", 1, "config", "cache", "layout", "block_size"), 8, "paged.cache.layout.block_size: .* there, 8"),
+        (("candidates", 4, "config", "baseline", "batch"), 2, "hf_dynamic.baseline.batch: 64 there, 2 here"),
+        (("workload", "digest"), "f", "the workload's prompts"),
+    ):
+        now = json.loads(json.dumps(results))
+        *way, last = keys
+        node = now
+        for key in way:
+            node = node[key]
+        node[last] = value
+        with pytest.raises(ConfigError, match=f"measured under another config: {message}"):
+            take_over(results, now, path)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is not a results.json of this kvframe compare"):
-        run(model, "caches=[paged]", *SMALL, *QUICK, "resume=true", path=path)
+        Store(path, resume=True)
     with pytest.raises(ConfigError, match="resume=true goes on with the results of out=, which is not given"):
-        run(model, "caches=[paged]", *SMALL, *QUICK, "resume=true")
+        Store(None, resume=True)
 
 
 def test_differences_name_the_key():
@@ -446,23 +454,27 @@ def test_the_command_writes_its_folder(tmp_path, monkeypatch, capsys):
 
 WRONG = {
     "repeat=0": "repeat=0 cannot be used", "quality_tokens=1": "quality_tokens=1 cannot", "timeline=3": "timeline=3",
-    "timeline.prompt=0": "timeline=", "resume=maybe": "resume='maybe'", "out=results.json": "names a file",
+    "timeline.prompt=0": "timeline=", "resume=maybe": "resume='maybe'", "text=gone": "text=gone cannot be read",
     "caches=[pagd]": "the preset 'pagd', which does not exist\n  valid: paged", "caches=[]": "names no cache",
     "caches=['no_cache baseline.cache=some']": "baseline.cache='some' does not exist\n  valid: dynamic, static, none",
-    "caches=['hf_dynamic baseline.batch=0']": "baseline.batch=0", "baseline=hf_dynamic": "baseline= chooses nothing",
-    "engine.max_len=9": "'paged' takes requests of at most 9 tokens; the workload's longest", "text=gone": "text=gone",
+    "caches=['hf_dynamic baseline.batch=0']": "baseline.batch=0", "+baseline.cache=static": "baseline= chooses nothing",
+    "caches=['paged engine.max_len=9']": "'paged engine.max_len=9' takes requests of at most 9 tokens; the workload's",
     "caches=['hf_dynamic model.dtype=float32']": "sets model.dtype, which all caches have in common",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("override", WRONG)
-def test_mistakes_are_told_before_the_work(override, model, tmp_path, monkeypatch, capsys):
-    import re
+def test_mistakes_are_told_before_the_work(model, tmp_path):
+    base = compose([*OWN, *SMALL, "caches=[paged]"], "compare")
+    for override, message in WRONG.items():
+        key, _, value = override.lstrip("+").partition("=")
+        cfg = base.copy()
+        OmegaConf.update(cfg, key, OmegaConf.create(f"value: {value}").value, force_add=True)
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            compare(cfg, [*OWN, *SMALL], model=model, path=tmp_path / "out" / "results.json")
+    assert not list(tmp_path.iterdir()), "nothing was written"
 
+
+def test_a_folder_is_meant(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvframe.comparison.compare.build_model", lambda cfg: model)
-    taken = {"caches=[paged]", *QUICK[1:], "quality_tokens=4"}
-    defaults = [o for o in taken if o.partition("=")[0] != override.partition("=")[0].partition(".")[0]]
-    assert main(["compare", *OWN, *SMALL, *defaults, override]) == 2
-    error = capsys.readouterr().err
-    assert re.search(WRONG[override], error) and "Traceback" not in error and not list(tmp_path.iterdir())
+    assert main(["compare", "out=results.json"]) == 2
+    assert "out=results.json names a file; the results of a comparison are several" in capsys.readouterr().err

@@ -45,6 +45,7 @@ from kvframe.testing.trie import TrieIndex
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
+WINDOW = ["cache/retention=sliding_window", "cache.retention.window=9"]
 HALF = {"low": 2.0**-10, "high": 60000.0}  # where float16 scales are normal numbers that do not saturate
 # name -> how it is made, and what its author declares
 CODECS = {
@@ -95,6 +96,13 @@ INDEXES = {
     "plain none": (Unkept, Oldest),
 }
 EVICTIONS = {"lru": LRU, "lfu": LFU, "half_life": HalfLife, "plain": Oldest}
+# overrides beside cache/codec=int4, and the declared distance
+SEALING = {
+    "contiguous": (["cache=contiguous", "cache.codec.group=10", "cache.num_blocks=2"], 0.0004),
+    "radix": (["cache=radix", "cache.codec.group=4", "cache.num_blocks=10"], 0.0004),
+    "radix window": (["cache=radix", "cache.codec.group=4", "cache.num_blocks=10", *WINDOW], 0.1),
+    "paged": (["cache=paged", "cache.codec.group=8", "cache.layout.block_size=8", "cache.num_blocks=20"], 0.0004),
+}
 BLOCKS = {"contiguous": 2, "paged-1": 150, "paged-16": 10, "paged-64": 4}  # one long request and a half
 
 
@@ -186,13 +194,12 @@ class TestCompositions(KVCacheContract):
 
 
 class TestSealing(TestCompositions):
-    """Codecs that seal, for keys and values alike and in groups of different sizes."""
+    """Codecs that encode whole groups of tokens."""
 
-    @pytest.fixture(autouse=True, params=["cache=radix", "cache=contiguous"])
+    @pytest.fixture(autouse=True, params=SEALING)
     def composition(self, request):
-        blocks = 2 if "contiguous" in request.param else 16
-        self.overrides = [request.param, "cache/codec=int4", "cache.codec.group=4", f"cache.num_blocks={blocks}"]
-        self.bound = 0.0004
+        overrides, self.bound = SEALING[request.param]
+        self.overrides = [*overrides, "cache/codec=int4"]
 
 
 class TestDictCache(KVCacheContract):

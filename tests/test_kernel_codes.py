@@ -19,7 +19,7 @@ from kvframe_plugins.int8 import Int8
 from kvframe_plugins.mixed import Mixed
 from kvframe_plugins.no_codec import NoCodec
 from numba import cfunc
-from test_kernel_cpu import HEADS, MIXED, RULES, Band, Step, make_spec, make_step
+from test_kernel_cpu import HEADS, RULES, Band, Step, make_spec, make_step
 
 from kvframe.config import build, compose
 from kvframe.kernels import cpu, cpu_bits, cpu_codes, cpu_prefill
@@ -105,16 +105,6 @@ def agree(step: Step, limit=1e-5) -> torch.Tensor:
     return got
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("rule", RULES)
-def test_mixed_steps(name, rule):
-    turn = list(PAIRS).index(name) + list(RULES).index(rule)
-    for dtype, heads in (("float32", HEADS[turn % 3]), ("bfloat16", HEADS[(turn + 1) % 3])):
-        if dtype == "float32" or name in FAST:
-            spec = make_spec(*heads, dtype=dtype, **({"softcap": 4.0} if turn % 2 else {}))
-            agree(coded(make_step(spec, MIXED, (1, 16, 64)[turn % 3], RULES[rule], seed=turn), PAIRS[name]))
-
-
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("dims", [(8, 8), (24, 16), (64, 64), (80, 40)], ids=str)
 @pytest.mark.parametrize("heads", [(6, 2), (8, 2), (5, 1), (7, 1)], ids=str)
@@ -136,15 +126,6 @@ def test_any_step(requests, block_size, window, sinks, heads, name):
     requests = [(max(context, chunk), chunk) for context, chunk in requests]
     step = make_step(make_spec(*heads, k_dim=8, v_dim=8), requests, block_size, Band(window, sinks))
     agree(coded(step, PAIRS[name]))
-
-
-@pytest.mark.parametrize("name", ["int8", "fixed", "table"])
-def test_second_queries_for_the_sinks(name):
-    class Turned(Band):
-        def sink_position(self, q_pos):
-            return np.minimum(q_pos, self.sinks + self.window - 1)
-
-    agree(coded(make_step(make_spec(6, 2), MIXED, 16, Turned(24, 5)), PAIRS[name]))
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -171,17 +152,6 @@ def test_tiles_of_a_prefill(monkeypatch, name):
     monkeypatch.setattr(cpu_prefill, "TILE_Q", 16)
     monkeypatch.setattr(cpu_prefill, "TILE_K", 24)
     agree(coded(make_step(make_spec(4, 2, softcap=4.0), [(150, 100), (60, 60)], 16), PAIRS[name]))
-
-
-@pytest.mark.parametrize("name", ["int8", "e4m3", "table"])
-def test_a_request_does_not_depend_on_its_neighbours(name):
-    spec = make_spec(9, 3, dtype="float32" if name == "table" else "bfloat16")
-    run = lambda requests: agree(coded(make_step(spec, requests, 16), PAIRS[name]))
-    batch, at = run(MIXED), 0
-    for context, chunk in MIXED:
-        if chunk == 1:
-            assert torch.equal(run([(context, 1)]), batch[at : at + 1])
-        at += chunk
 
 
 def test_what_is_not_read():

@@ -1,13 +1,13 @@
-"""The `cpu` kernel against the reference kernel, on steps that are built by hand.
+"""The `cpu` kernel against the reference kernel, on steps that are built by hand: threads, tiles, what it shares
+between steps. What every kernel promises is tried in test_contracts.py.
 
 Shape legend: R requests, T tokens, Hq/Hkv heads, Dk/Dv sizes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,105 +16,17 @@ from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
 from numba.core import caching
 
-from kvframe.interfaces import Retention
 from kvframe.kernels import cpu, cpu_decode, cpu_prefill
 from kvframe.kernels.cpu import FEW, CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
-from kvframe.storage import LayerStorage
-from kvframe.types import GroupPlan, LayerSpec, StepPlan
+from kvframe.testing.parts import Band
+from kvframe.testing.steps import Step, make_spec, make_step
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-@dataclass(frozen=True)
-class Band(Retention):
-    """`k <= q and (window is None or q - k < window or k < sinks)`."""
-
-    window: int | None = None
-    sinks: int = 0
-    kernel_mask: bool = True
-
-    def for_layer(self, layer):
-        return self
-
-    def visible(self, q_pos, k_pos):
-        seen = k_pos <= q_pos
-        return seen if self.window is None else seen & ((q_pos - k_pos < self.window) | (k_pos < self.sinks))
-
-    def dead(self, start, stop, num_computed):
-        k = np.arange(start, stop)
-        return (
-            np.zeros(stop - start, bool)
-            if self.window is None
-            else (k <= num_computed - self.window) & (k >= self.sinks)
-        )
-
-
-@dataclass
-class Step:
-    storage: LayerStorage
-    plan: StepPlan
-    q: torch.Tensor  # [T, Hq, Dk]
-    k: torch.Tensor  # [T, Hkv, Dk]
-    v: torch.Tensor  # [T, Hkv, Dv]
-
-
-def make_spec(q_heads=3, kv_heads=1, k_dim=16, v_dim=16, dtype="float32", **more) -> LayerSpec:
-    return LayerSpec(0, q_heads, kv_heads, k_dim, v_dim, more.pop("scale", k_dim**-0.5), dtype=dtype, **more)
-
-
-def make_step(spec, requests, block_size=16, rule=None, seed=0, holes=True) -> Step:
-    """A step of requests `(context, chunk)`: `context` tokens after the step, the last `chunk` of them new.
-
-    Every slot that no query of the step may see is NaN, and blocks of dead slots are dropped (0 in the table).
-    """
-    rng = np.random.default_rng(seed)
-    rule = rule or Band()
-    dtype, new = getattr(torch, spec.dtype), [chunk for _, chunk in requests]
-    columns = max(-(-context // block_size) for context, _ in requests)
-    needed = sum(-(-context // block_size) for context, _ in requests)
-    ids = iter(rng.permutation(needed) + 1)
-    tables = np.zeros((len(requests), columns), dtype=np.int32)
-    slots, positions = [], []
-    planes = [torch.full((needed + 1, block_size, spec.kv_heads, d), float("nan")) for d in (spec.k_dim, spec.v_dim)]
-    for r, (context, chunk) in enumerate(requests):
-        n = -(-context // block_size)
-        tables[r, :n] = [next(ids) for _ in range(n)]
-        p = np.arange(context)
-        where = tables[r, p // block_size].astype(np.int64) * block_size + p % block_size
-        dead = rule.dead(0, context, context - chunk)
-        past = torch.from_numpy(where[: context - chunk][~dead[: context - chunk]])
-        for plane in planes:
-            shape = (len(past), *plane.shape[2:])
-            values = torch.from_numpy(np.random.default_rng(seed + 1000 + context).normal(size=shape)).float()
-            plane.view(-1, *plane.shape[2:])[past] = values
-        if holes:
-            for b in range(n):
-                if dead[b * block_size : (b + 1) * block_size].all():
-                    tables[r, b] = 0
-        slots.append(where[context - chunk :])
-        positions.append(p[context - chunk :])
-    host = StepPlan(
-        np.concatenate(positions), np.concatenate([[0], np.cumsum(new)]).astype(np.int32),
-        (GroupPlan(np.concatenate(slots), tables, np.array([c for c, _ in requests], dtype=np.int32)),),
-        np.arange(len(requests), dtype=np.int32), (), max(new), max(c for c, _ in requests),
-    )  # fmt: skip
-    groups = tuple(GroupPlan(*(torch.from_numpy(a) for a in (g.slots, g.tables, g.context_lens))) for g in host.groups)
-    plan = replace(host, positions=torch.from_numpy(host.positions), groups=groups, host=host)
-    sinks = torch.from_numpy(rng.normal(size=spec.q_heads)).float() if spec.sinks else None
-    k, v = ({"payload": plane.to(dtype)} for plane in planes)
-    storage = LayerStorage(spec, rule, 0, NoCodec(), NoCodec(), k, v, block_size, ReferenceKernel(), sinks)
-    parts = []  # what a request brings depends on the request only
-    for context, chunk in requests:
-        own = np.random.default_rng(seed + 2000 + context)
-        shapes = ((spec.q_heads, spec.k_dim), (spec.kv_heads, spec.k_dim), (spec.kv_heads, spec.v_dim))
-        parts.append([torch.from_numpy(own.normal(size=(chunk, *shape))).to(dtype) for shape in shapes])
-    return Step(storage, plan, *(torch.cat([p[i] for p in parts]) for i in range(3)))
-
-
 def attend(kernel, step: Step) -> torch.Tensor:
-    kernel.store(step.k, step.v, step.storage, step.plan)
-    return kernel.attend(step.q, step.storage, step.plan)
+    return step.run(kernel)
 
 
 def agree(step: Step) -> torch.Tensor:
@@ -144,7 +56,7 @@ RULES = {
     "own": Band(1),
 }
 HEADS = [(4, 4), (9, 3), (8, 1)]
-BLOCKS = [1, 16, 64, 256, 600]
+BLOCKS = [256, 600]  # others in test_contracts.py
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
@@ -154,13 +66,6 @@ def test_mixed_steps(block_size, rule):
     turn = BLOCKS.index(block_size) + list(RULES).index(rule)
     for dtype, heads in (("float32", HEADS[turn % 3]), ("bfloat16", HEADS[(turn + 1) % 3])):
         agree(make_step(make_spec(*heads, dtype=dtype), MIXED, block_size, RULES[rule], seed=turn))
-
-
-@pytest.mark.parametrize("dims", [(8, 8), (24, 16), (16, 40), (80, 80), (192, 128)], ids=str)
-@pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
-@pytest.mark.parametrize("rule", ["full", "sinks"])
-def test_dims_softcap_and_learned_sinks(dims, extra, rule):
-    agree(make_step(make_spec(6, 2, *dims, scale=0.3, **extra), MIXED, 16, RULES[rule], seed=3))
 
 
 @given(
@@ -241,20 +146,6 @@ def test_two_plans_and_two_groups_in_turn():
     other = replace(steps[0].storage, retention=Band(7))  # same plan, another rule
     got = kernel.attend(steps[0].q, other, steps[0].plan)
     torch.testing.assert_close(got, ReferenceKernel().attend(steps[0].q, other, steps[0].plan), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_strides(dtype):
-    """q, k and v as a model makes them: cut out of one projection, heads before tokens."""
-    step = make_step(make_spec(6, 2, dtype=dtype), MIXED, 16)
-    want = attend(CpuKernel(), step)
-    joined = torch.cat([step.q, step.k, step.v], dim=1)
-    step.q, step.k, step.v = joined[:, :6], joined[:, 6:8], joined[:, 8:]
-    assert torch.equal(attend(CpuKernel(), step), want)
-    step.q, step.k, step.v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (step.q, step.k, step.v))
-    assert torch.equal(attend(CpuKernel(), step), want)
-    step.q, step.k, step.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (step.q, step.k, step.v))
-    assert torch.equal(attend(CpuKernel(), step), want)
 
 
 @pytest.mark.parametrize("plane", ["k", "v"])

@@ -17,20 +17,20 @@ BLOCK, HEADS, DIM = 16, 3, 64
 
 
 @njit(parallel=True, fastmath=True)
-def attend(k, v, tables, q, out):
-    """`k, v [N, 16, heads, 64]` (views with any stride), `tables [R, B]`, `q, out [R, heads, 64]`."""
-    for task in prange(tables.shape[0] * k.shape[2]):
-        r, h = task // k.shape[2], task % k.shape[2]
+def attend(k, v, at, tables, q, out):
+    """`k, v [N, P, 16, heads, 64]`: keys are `k[:, 0]`, values `v[:, at]`; `tables [R, B]`, `q, out [R, heads, 64]`."""
+    for task in prange(tables.shape[0] * HEADS):
+        r, h = task // HEADS, task % HEADS
         total, acc = np.float32(0.0), np.zeros(DIM, np.float32)
         for b in tables[r]:
             for s in range(BLOCK):
                 score = np.float32(0.0)
                 for d in range(DIM):
-                    score += q[r, h, d] * k[b, s, h, d]
+                    score += q[r, h, d] * k[b, 0, s, h, d]
                 p = np.exp(score)
                 total += p
                 for d in range(DIM):
-                    acc[d] += p * v[b, s, h, d]
+                    acc[d] += p * v[b, at, s, h, d]
         for d in range(DIM):
             out[r, h, d] = acc[d] / total
 
@@ -42,13 +42,13 @@ def main() -> None:
     per = o.context // BLOCK
     n = o.requests * per + 1
     both = random.standard_normal((n, 2, BLOCK, HEADS, DIM), dtype=np.float32) * 0.1
-    k, v = both[:, 0].copy(), both[:, 1].copy()
+    k, v = both[:, :1].copy(), both[:, 1:].copy()
     tables = (random.permutation(n - 1) + 1).reshape(o.requests, per)
     q = random.standard_normal((o.requests, HEADS, DIM), dtype=np.float32) * 0.1
     outs = [np.empty_like(q) for _ in range(2)]
     runs = {
-        "separate": lambda: attend(k, v, tables, q, outs[0]),
-        "interleaved": lambda: attend(both[:, 0], both[:, 1], tables, q, outs[1]),
+        "separate": lambda: attend(k, v, 0, tables, q, outs[0]),
+        "interleaved": lambda: attend(both, both, 1, tables, q, outs[1]),
     }
     for run in runs.values():
         run()

@@ -1,14 +1,19 @@
 """Caches and transformers baselines on one model and one workload: `kvframe compare` without its command line.
 
+settings.py   the keys of the command
 plain.py      the model's weights as transformers would run them
-baselines.py  what transformers does without kvframe (`conf/baseline/*.yaml`)
+baselines.py  what transformers does without kvframe (`conf/baseline/*.yaml`): generate(), with a cache or without
+continuous.py its continuous batching
+watch.py      what a baseline costs, in the words of the engine's meter
 candidates.py the lineup, looked at once before the work: what can be built, what is exact, who is the reference
 measure.py    one run of one candidate, and the figures of it
 quality.py    KL to the reference by teacher forcing; token match
 timeline.py   one request alone, token by token: the bytes that it holds
 summary.py    rows from runs: medians, spread, the best, the Pareto front
 store.py      the folder of results: written after every run, read again by `resume=true`
+skeleton.py   results.json before the first run
 compare.py    the loop over all of it
+pictures.py   the pictures, and html.py the report, both from results.json alone
 
 # The folder of results
 

@@ -8,24 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvframe.comparison import measure, timeline
-from kvframe.comparison.candidates import Contender, contenders, fingerprint, sized
+from kvframe.comparison.candidates import Contender, contenders, sized
 from kvframe.comparison.quality import Quality
 from kvframe.comparison.settings import Settings
-from kvframe.comparison.store import SCHEMA, Store, take_over
-from kvframe.comparison.summary import columns
+from kvframe.comparison.skeleton import skeleton
+from kvframe.comparison.store import Store, take_over
+from kvframe.comparison.summary import NOTHING
 from kvframe.config import build_model, build_workload
 from kvframe.errors import KVFrameError
 from kvframe.lineup import running
-from kvframe.report import versions
-from kvframe.workloads.workload import Facts, Size, Workload
+from kvframe.workloads.workload import Facts
 from kvframe.workloads.workload import measure as size_of
 
-NOTHING = 1e-9  # nats; a KL below it is rounding
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -58,7 +55,7 @@ def compare(
     facts = Facts.of(model)
     size = size_of(workload, facts)
     found, skipped, notes = contenders(cfg, overrides, model, size.longest)
-    results = _skeleton(cfg, settings, workload, size, model, found)
+    results = skeleton(cfg, settings, workload, size, model, found)
     results["skipped"], results["notes"] = skipped, notes
     if store.before is not None:
         take_over(store.before, results, store.path)
@@ -206,77 +203,3 @@ def _timeline(contender: Contender, model: Any, stops: list[int]) -> dict[str, l
         return None
     with running(sized(contender.asked, max(contender.longest, stops[-1])), model, warm=False) as engine:
         return timeline.follow(engine.cache, stops)
-
-
-def _skeleton(
-    cfg: DictConfig, settings: Settings, workload: Workload, size: Size, model: Any, found: list[Contender]
-) -> dict[str, Any]:
-    """results.json without a run."""
-    config = OmegaConf.to_container(cfg, resolve=True)
-    reference = next(c.name for c in found if c.baseline is None and c.exact)
-    made = [
-        {
-            "name": c.name,
-            "kind": c.kind,
-            "exact": c.exact,
-            "reference": c.name == reference,
-            "config": c.config,
-            "fingerprint": fingerprint(c.config, config["workload"], size.digest, config["model"]),
-            "kernels": c.kernels,
-            "notes": list(c.notes),
-        }
-        for c in found
-    ]
-    own = {"name": workload.name, "config": config["workload"], "what": workload.what}
-    line = settings.timeline and dict(zip(("prompt", "output"), settings.timeline))
-    return {
-        "schema": SCHEMA,
-        "complete": False,
-        "model": _model(model),
-        "workload": {**own, **vars(size)},
-        "settings": {
-            "repeat": settings.repeat,
-            "quality_tokens": settings.quality_tokens,
-            "text": settings.text,
-            "timeline": line,
-            "max_len": cfg.engine.max_len or size.longest,
-            "clock": cfg.engine.clock,
-        },
-        "machine": _machine(model),
-        "reference": reference,
-        "candidates": made,
-        "rows": [],
-        "runs": [],
-        "quality": {},
-        "timeline": {},
-        "outputs": {},
-        "columns": columns(),
-        "skipped": {},
-        "notes": [],
-        "config": config,
-        "versions": versions(),
-    }
-
-
-def _model(model: Any) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "dtype": model.dtype,
-        "device": str(model.device),
-        "layers": len(model.layers),
-        "kv_heads": sum(layer.kv_heads for layer in model.layers if layer.kv_source is None),
-        "vocab_size": model.vocab_size,
-        "max_len": model.max_len,
-        "weights_bytes": model.weight_bytes,
-        "packed_bytes": model.packed_bytes or 0,
-    }
-
-
-def _machine(model: Any) -> dict[str, Any]:
-    cuda = str(model.device).startswith("cuda")
-    return {
-        "cores": psutil.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "gpu": torch.cuda.get_device_name(model.device) if cuda else None,
-    }

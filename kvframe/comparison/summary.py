@@ -11,6 +11,7 @@ from kvframe.comparison.quality import token_match
 from kvframe.report import human_bytes, human_seconds, table
 
 FRONT = "◆"
+NOTHING = 1e-9  # nats; a KL below it is rounding
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def best(key: str, among: Sequence[dict]) -> list[dict]:
     column = COLUMNS[key]
     if column.best is None:
         return []
-    if key in OF_QUALITY:
-        among = [row for row in among if not row["exact"]]
+    if key in OF_QUALITY:  # a text too short to show what is lost is no merit
+        among = [row for row in among if not row["exact"] and (row["kl_mean"] is None or row["kl_mean"] >= NOTHING)]
     if key in ("kv_bytes_peak", "kv_bytes_reserved"):
         among = [row for row in among if row["kv_bytes_peak"]]
     known = [row[key] for row in among if row[key] is not None]

@@ -184,17 +184,22 @@ def spread(target, table, codes, h0, h1, hkv, dim, slots, n):
 
 @njit(**LEAF)
 def has_nan(x, row, slots, n, start, stop):
-    """Whether some code [start, stop) of the rows `slots[0 .. n)` is a NaN that loading does not show."""
-    x0 = x1 = splat(f32(0.0))
-    for t in range(n):
-        codes, i = shift(x, load(slots, t) * row), start
-        while i + 64 <= stop:
-            x0, x1 = sizes32(codes, i, 32, x0), sizes32(codes, i + 32, 32, x1)
-            i += 64
+    """Whether some code [start, stop) of the rows `slots[0 .. n)` is a NaN that loading does not show; n is a multiple
+    of 4, `start` and `stop` are multiples of 8."""
+    x0 = x1 = x2 = x3 = splat(f32(0.0))
+    for t in range(0, n, 4):
+        p0, p1 = shift(x, load(slots, t) * row), shift(x, load(slots, t + 1) * row)
+        p2, p3 = shift(x, load(slots, t + 2) * row), shift(x, load(slots, t + 3) * row)
+        i = start
+        while i + 32 <= stop:
+            x0, x1 = sizes32(p0, i, 32, x0), sizes32(p1, i, 32, x1)
+            x2, x3 = sizes32(p2, i, 32, x2), sizes32(p3, i, 32, x3)
+            i += 32
         while i < stop:
-            x0 = sizes32(codes, i, 8, x0)
+            x0, x1 = sizes32(p0, i, 8, x0), sizes32(p1, i, 8, x1)
+            x2, x3 = sizes32(p2, i, 8, x2), sizes32(p3, i, 8, x3)
             i += 8
-    return any_ones(x0) or any_ones(x1)
+    return any_ones(x0) or any_ones(x1) or any_ones(x2) or any_ones(x3)
 
 
 @njit(**LEAF)

@@ -159,14 +159,14 @@ def sizes32(context, p, i, size, top):
     if not isinstance(size, types.IntegerLiteral):
         return None
     n = size.literal_value
-    few, all = (ir.VectorType(ir.IntType(8), k) for k in (n, 32))
+    few, whole = (ir.VectorType(ir.IntType(8), k) for k in (n, 32))
 
     def build(b, p, i, size, top):
         codes = b.load(b.bitcast(b.gep(p, [i]), few.as_pointer()), align=1)
         if n < 32:
-            codes = b.bitcast(b.zext(b.bitcast(codes, ir.IntType(8 * n)), ir.IntType(256)), all)
-        codes = b.or_(codes, full(0x80, all))
-        top = b.bitcast(top, all)
+            codes = b.bitcast(b.zext(b.bitcast(codes, ir.IntType(8 * n)), ir.IntType(256)), whole)
+        codes = b.or_(codes, full(0x80, whole))
+        top = b.bitcast(top, whole)
         return b.bitcast(b.select(b.icmp_unsigned(">", codes, top), codes, top), V8)
 
     return vector(p, i64, size, vector), code(build)

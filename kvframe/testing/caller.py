@@ -17,8 +17,6 @@ from kvframe.testing.contracts.promises import example, promise
 from kvframe.testing.walked import Walked, Watcher
 from kvframe.types import Keep
 
-SHOWN = 24  # calls in a message
-
 
 @dataclass
 class Caller:
@@ -77,7 +75,8 @@ class Caller:
     def note(self, call: str, text: str = "") -> None:
         self.calls[call] += 1
         self.log.append(f"{call}({text})")
-        del self.log[:-SHOWN]
+        if len(self.log) > 2000:
+            del self.log[:1000]
 
     def pick(self) -> Walked | None:
         return self.random.choice(self.running) if self.running else None

@@ -64,6 +64,16 @@ class KernelContract(KernelSteps):
                             assert found == kernel.unsupported(spec, codecs, rule, device), "another answer"
         assert isinstance(kernel.name, str) and kernel.name, f"its name is {kernel.name!r}"
 
+    @promise("warm says nothing about what cannot work, and leaves a kernel that works")
+    def test_warm(self):
+        kernel = self.make()
+        for device in dict.fromkeys((self.device, "auto", "cuda:0")):
+            for dtype in ("float32", "float16"):
+                with example(device=device, dtype=dtype):
+                    kernel.warm(device, dtype)
+                    kernel.warm(device, dtype, Sealed())
+        self.agrees(kernel, self.step(kernel, make_spec(4, 2), [(17, 1), (5, 5)]))
+
     @promise("a kernel serves something: float32 or bfloat16, some mask and some codec")
     def test_serves_something(self):
         kernel, why = self.make(), []

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LINES = 24  # calls in a message
 NOTE = "_kvframe_example"  # where an exception on its way up keeps the examples it came through
 
 
@@ -75,7 +76,8 @@ def brief(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{value.tolist()}" if size <= 16 else f"<{dtype} {list(value.shape)}>"
     if isinstance(value, list) and value and all(isinstance(line, str) for line in value):
-        return "".join(f"\n    {line}" for line in value)
+        before = [f"({len(value) - LINES} more before these)"] if len(value) > LINES else []
+        return "".join(f"\n    {line}" for line in [*before, *value[-LINES:]])
     return str(value)
 
 

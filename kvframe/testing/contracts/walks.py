@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kvframe.testing.caller import SHOWN, Caller
-from kvframe.testing.contracts.promises import BrokenPromise, example
+from kvframe.testing.caller import Caller
+from kvframe.testing.contracts.promises import LINES, BrokenPromise, example
 
 Script = list[tuple[str, int]]
 SMALL, LONG = 24, 96  # tokens of the longest request in small walks, and in others
@@ -74,7 +74,7 @@ def _shortest(make, script: Script, error: BrokenPromise, other: Callable[[int],
         script, error = made, found
         return True
 
-    for n in range(4, min(len(script), SHOWN)):  # calls depend on those before, so another short script is easier found
+    for n in range(4, min(len(script), LINES)):  # calls depend on those before, so another short script is easier found
         if played > MOST // 2 or any(tried(other(n)) for _ in range(16)):
             break
     size = len(script) // 2

@@ -43,6 +43,20 @@ class Watched(PrefixIndex):
             with example(layer_group=g):
                 assert sorted(found.tolist()) == sorted(keys), f"{sorted(found.tolist())}, not {sorted(keys)}"
 
+    @promise("nodes shows, if anything, every block that is published, after the tokens that lead to it")
+    def _shown(self) -> None:
+        prefixes, found = [], [{} for _ in self.rules]
+        for node in self.inner.nodes():
+            before = np.empty(0, np.int32) if node.parent is None else prefixes[node.parent]
+            assert len(before) == node.start, f"a run at {node.start} comes after {len(before)} tokens"
+            prefixes.append(np.concatenate([before, node.tokens]))
+            ends = range((node.start // self.size + 1) * self.size, len(prefixes[-1]) + 1, self.size)
+            for g, ids in enumerate(node.blocks):
+                assert len(ids) == len(ends), f"{len(ids)} blocks end within the run at {node.start}, not {len(ends)}"
+                shown = {b: (node.salt, prefixes[-1][:end].tobytes()) for end, b in zip(ends, ids.tolist()) if b}
+                found[g].update(shown)
+        assert not prefixes or found == self.keys, "other blocks than those, or after other tokens"
+
     # -- match -----------------------------------------------------------------------------------------------
 
     def match(self, request, limit):
@@ -116,6 +130,7 @@ class Watched(PrefixIndex):
     def touch(self, request, match):
         self.inner.touch(request, match)
         self._published()
+        self._shown()
 
     def insert(self, request, blocks, length):
         given = [np.array(table) for table in blocks]
@@ -162,6 +177,9 @@ class Watched(PrefixIndex):
     def published(self, group):
         return self.inner.published(group)
 
+    def nodes(self):
+        return self.inner.nodes()
+
     def evict(self, need, unused):
         before = [set(keys) for keys in self.keys]
         free = [{b for b in held if unused[g](np.array([b], np.int32))[0]} for g, held in enumerate(before)]
@@ -179,6 +197,7 @@ class Watched(PrefixIndex):
             for block in ids:
                 del self.blocks[g][self.keys[g].pop(block)]
         self._published()
+        self._shown()
         return gone
 
     def clear(self):
