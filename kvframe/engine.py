@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 
@@ -321,6 +322,11 @@ class Engine:
         place = {request.id: i for i, request in reversed(list(enumerate(named)))}
         done = [event.output for event in self.stream(named) if event.output is not None]
         return sorted(done, key=lambda output: (place[output.id], output.sample))
+
+    def kernels(self) -> dict[str, int]:
+        """Kernel name -> number of layers that it serves; {} where the cache does not tell."""
+        layers = getattr(getattr(self.cache, "storage", None), "layers", ())
+        return dict(Counter(layer.kernel.name for layer in layers))
 
     def summary(self) -> dict:
         """Figures of the last run: the meter's, and the cache's bytes and history."""

@@ -30,7 +30,7 @@ def run(cfg: DictConfig, job: Run) -> int:
     refused = [output for output in outputs if output.finish_reason == "refused"]
     if alone and refused:
         raise RequestError(refused[0].error)
-    summary = {**engine.summary(), "kernels": kernels_of(engine.cache), "memory": profile(engine, seen)}
+    summary = {**engine.summary(), "kernels": engine.kernels(), "memory": profile(engine, seen)}
     console(stderr=True).print(summary_table(summary))
     for output in refused:
         print(f"refused: {output.error}", file=sys.stderr)
@@ -94,14 +94,6 @@ def _progress(total: int) -> Iterator:
             bar.update(task, advance=int(event.output is not None), tokens=tokens)
 
         yield advance
-
-
-def kernels_of(cache) -> dict[str, int]:
-    """Kernel name -> number of layers that it serves."""
-    found: dict[str, int] = {}
-    for layer in getattr(getattr(cache, "storage", None), "layers", ()):
-        found[layer.kernel.name] = found.get(layer.kernel.name, 0) + 1
-    return found
 
 
 def _requests(summary: dict) -> str:

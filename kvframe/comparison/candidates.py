@@ -120,10 +120,7 @@ def look(candidate: Candidate, model: Any, longest: int) -> Contender:
                 f"has {longest}",
                 fix="a smaller workload, or a larger engine.max_len, cache.memory or cache.num_blocks",
             )
-        kernels: dict[str, int] = {}
-        for layer in getattr(getattr(engine.cache, "storage", None), "layers", ()):
-            kernels[layer.kernel.name] = kernels.get(layer.kernel.name, 0) + 1
-        return Contender(candidate, longest, None, bool(engine.cache.exact), kernels)
+        return Contender(candidate, longest, None, bool(engine.cache.exact), engine.kernels())
 
 
 def _look_at_baseline(candidate: Candidate, model: Any, longest: int) -> Contender:

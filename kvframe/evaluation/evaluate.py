@@ -184,7 +184,7 @@ class Evaluation:
             "bytes_ratio": bytes_per_token / self.bytes,
             **peaks,
             "seconds": seconds,
-            "kernels": _kernels(engine),
+            "kernels": engine.kernels(),
             **(harness.scores(engine, limits, settings.lm_eval, settings.lm_eval_limit) if settings.lm_eval else {}),
         }
 
@@ -198,11 +198,3 @@ class Evaluation:
             limits = Limits.of(exact, self.settings.chunk)
             measured, _ = runs.forced(engine, self.material, limits, self.held, self.advance, against=True)
         return measured.summary()["kl_mean"]
-
-
-def _kernels(engine: Engine) -> dict[str, int]:
-    """Kernel name -> number of layers that it serves."""
-    found: dict[str, int] = {}
-    for layer in getattr(getattr(engine.cache, "storage", None), "layers", ()):
-        found[layer.kernel.name] = found.get(layer.kernel.name, 0) + 1
-    return found

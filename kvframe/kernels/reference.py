@@ -154,13 +154,14 @@ def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) 
         out = weighed(p[..., at:] * v.own, v.raw, mask[:, at:] & v.own) + weighed(p * ~own, v.codes, mask & ~own)
     else:
         out = weighed(p, v, mask)
-    return out.permute(2, 0, 1, 3).reshape(C, Hq, -1).to(q.dtype)
+    return out.reshape(C, Hq, -1).to(q.dtype)
 
 
 def weighed(p, v, mask) -> torch.Tensor:
-    """Sums of `v [L, Hkv, Dv]` under the weights `p [Hkv, G, C, L]`, 0 where `mask [C, L]` is -> `[Hkv, G, C, Dv]`."""
-    v = v.transpose(0, 1)
-    return torch.einsum("hgcl,hld->hgcd", p, v) if len(mask) == 1 or math.isfinite(v.sum()) else weigh(p, v, mask)
+    """Sums of `v [L, Hkv, Dv]` under weights `p [Hkv, G, C, L]`, 0 where `mask [C, L]` is False -> `[C, Hkv, G, Dv]`."""
+    if len(mask) == 1 or math.isfinite(v.sum()):  # a single query sees all that it is given
+        return torch.einsum("hgcl,lhd->chgd", p, v)
+    return weigh(p, v.transpose(0, 1), mask).permute(2, 0, 1, 3)
 
 
 def score(q, k, spec: LayerSpec, second=None) -> torch.Tensor:
