@@ -90,6 +90,9 @@ class DictCache(KVCache):
         )
         return CacheStats((group,))
 
+    def tensors(self):
+        return (x for row in self.rows.values() for kv in row.kv.values() for x in kv)
+
     def check(self):
         assert self.taken <= self.size
         assert all(row.length <= row.room for row in self.rows.values())

@@ -154,14 +154,15 @@ def attend_one(q, k, v, mask, spec: LayerSpec, learned_sinks=None, second=None) 
         out = weighed(p[..., at:] * v.own, v.raw, mask[:, at:] & v.own) + weighed(p * ~own, v.codes, mask & ~own)
     else:
         out = weighed(p, v, mask)
-    return out.reshape(C, Hq, -1).to(q.dtype)
+    return out.permute(2, 0, 1, 3).reshape(C, Hq, -1).to(q.dtype)
 
 
 def weighed(p, v, mask) -> torch.Tensor:
-    """Sums of `v [L, Hkv, Dv]` under weights `p [Hkv, G, C, L]`, 0 where `mask [C, L]` is False -> `[C, Hkv, G, Dv]`."""
+    """Sums of `v [L, Hkv, Dv]` under weights `p [Hkv, G, C, L]`, 0 where `mask [C, L]` is -> `[Hkv, G, C, Dv]`."""
+    v = v.transpose(0, 1)
     if len(mask) == 1 or math.isfinite(v.sum()):  # a single query sees all that it is given
-        return torch.einsum("hgcl,lhd->chgd", p, v)
-    return weigh(p, v.transpose(0, 1), mask).permute(2, 0, 1, 3)
+        return torch.einsum("hgcl,hld->hgcd", p, v)
+    return weigh(p, v, mask)
 
 
 def score(q, k, spec: LayerSpec, second=None) -> torch.Tensor:
