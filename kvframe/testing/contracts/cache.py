@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvframe.errors import KVFrameError
 from kvframe.interfaces import CacheContext, Kernel, KVCache
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.attending import Alone
@@ -70,6 +71,22 @@ class KVCacheContract(CacheTokens):
     def test_control_plane(self):
         context = self.context(kernels=None)
         walks(lambda n: Caller(self.make(context), max_len=n, max_requests=context.max_requests), 3, 30, 3 * self.steps)
+
+    @promise("a context that it cannot serve is refused with reasons that name the override which fixes them")
+    def test_refusal(self):
+        odd = {
+            "heads of 15 and 9": self.context(layers=some_layers((None,), dims=(15, 9))),
+            "max_len 1": self.context(max_len=1, max_step_tokens=1),
+            "float16": self.context(layers=some_layers((None,), dtype="float16"), dtype="float16"),
+        }
+        for name, context in odd.items():
+            with example(context=name):
+                try:
+                    self.make(context)
+                except KVFrameError as error:
+                    reasons = getattr(error, "reasons", None) or [str(error)]
+                    unfixed = [reason for reason in reasons if "=" not in reason]
+                    assert not unfixed, f"no override in {unfixed[0]!r}"
 
     # -- single promises ---------------------------------------------------------------------------------------
 

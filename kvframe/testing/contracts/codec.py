@@ -13,7 +13,7 @@ from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.attending import Attending
 from kvframe.testing.contracts.facts import CodecFacts
 from kvframe.testing.contracts.numbers import DTYPES, CodecNumbers, each
-from kvframe.testing.contracts.part import PartContract, cache_of
+from kvframe.testing.contracts.part import PartContract, cache_of, parts_of
 from kvframe.testing.contracts.promises import differs, example, promise
 from kvframe.testing.contracts.vectors import all_samples, samples
 from kvframe.testing.parts import Blocks, some_layers
@@ -47,6 +47,14 @@ class CodecContract(CodecNumbers, CodecFacts, PartContract):
     def bound_to(self, kind: str, dim: int) -> Codec:
         """A new codec for a layer with vectors of this size."""
         return self.make().for_layer(LayerSpec(0, 4, 2, dim, dim, dim**-0.5), kind)
+
+    @promise("the codec has no conflict with vectors of the sizes that are tried: set `dims` to sizes that it serves")
+    def test_dims(self):
+        for dim in self.dims:
+            codec = self.make()
+            found = codec.conflicts(parts_of(some_layers((None,), dims=(dim, dim)), codec=codec))
+            with example(dims=self.dims, head_size=dim):
+                assert not found, f"{'; '.join(found)}"
 
     # -- planes and bytes ------------------------------------------------------------------------------------
 

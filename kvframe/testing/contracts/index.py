@@ -15,17 +15,17 @@ from kvframe.testing.parts import Band, Blocks, Oldest, some_layers
 from kvframe.testing.walked import Walked
 from kvframe.testing.walker import Walker
 
-SHAPES = [(4, (None,)), (4, (None, 10)), (1, (7,)), (16, (None, 10, 30))]  # block size, windows of the layers
-
 
 class IndexContract(PartContract):
     """Subclass it and define `make(self) -> PrefixIndex`.
 
     Attributes:
+        shapes: pairs of a block size, and the windows of the layers.
         steps: calls of a cache in each of the longer walks.
     """
 
     kind = "index"
+    shapes = ((4, (None,)), (4, (None, 10)), (1, (7,)), (16, (None, 10, 30)))
     steps = 300
 
     def eviction(self) -> Eviction:
@@ -39,7 +39,7 @@ class IndexContract(PartContract):
 
     @promise("an index serves a cache: every call, in any order")
     def test_walks(self):
-        for size, windows in SHAPES:
+        for size, windows in self.shapes:
             with example(block_size=size, windows=windows):
                 steps = self.steps if self.make().keeps else 50
                 walker = walks(functools.partial(self.walker, size, windows), 6, 40, steps, ("evict",) * 2)

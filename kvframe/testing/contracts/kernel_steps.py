@@ -6,13 +6,14 @@ Shape legend: L tokens of a request, C new ones, Hq/Hkv heads, Dk/Dv sizes.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.testing.codecs import Eights
 from kvframe.testing.contracts.promises import Contract, example
 from kvframe.testing.parts import Band, Stripes, Verbatim
-from kvframe.testing.steps import Step, make_step
+from kvframe.testing.steps import Step, make_spec, make_step
 
 MIXED = [(1, 1), (2, 2), (40, 1), (17, 1), (70, 30), (33, 33), (300, 1), (90, 3), (64, 1)]
 RULES = {
@@ -50,6 +51,19 @@ class KernelSteps(Contract):
         if self.reasons(kernel, spec, codecs, rule):
             return None
         return make_step(spec, requests, size, rule, seed, codecs=codecs, device=self.device)
+
+    def first(self, kernel: Kernel) -> tuple[str, tuple[Codec, Codec]]:
+        """A dtype and codecs that the kernel serves under a plain mask; skips when there is none."""
+        for dtype in NEAR:
+            for codecs in self.codecs().values():
+                if not self.reasons(kernel, make_spec(6, 2, dtype=dtype), codecs, Band()):
+                    return dtype, codecs
+        pytest.skip("it serves no plain mask")
+
+    def tried(self, steps: int) -> None:
+        """Says so when nothing was tried."""
+        if not steps:
+            pytest.skip("it serves nothing of this")
 
     def agrees(self, kernel: Kernel, step: Step | None, **shown) -> int:
         """Runs a step and holds it to the definition; answers how many steps that were."""

@@ -9,6 +9,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from kvframe.groups import layer_groups
 from kvframe.interfaces import Retention
@@ -130,6 +131,9 @@ class RetentionContract(PartContract):
 
     @promise("dead is monotone: what is dead stays dead")
     def test_dead_is_monotone(self):
+        forgetful = [rule for _, rule in self.rules() if rule.forgets]
+        if forgetful and not any(self._dead(rule, n).any() for rule in forgetful for n in range(self.length)):
+            pytest.skip(f"nothing dies within {self.length} tokens: smaller windows in make(), or a larger `length`")
         for name, rule in self.rules():
             for computed in range(self.length):
                 woken = self._dead(rule, computed) & ~self._dead(rule, computed + 1)

@@ -62,8 +62,9 @@ class CacheTokens(Contract):
                 assert self.bound is not None, "exact is False, and the test class has no `bound`"
             engine = Engine(model, cache, max_len=context.max_len, max_requests=4, max_step_tokens=32, clock="virtual")
             sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+            texts = _texts() if cache.exact else _texts()[-2:]  # these are not compared, see test_distance_to_the_model
             for when in ("cold", "warm"):
-                for output in run_checked(engine, [Request(prompt_tokens=t, sampling=sampling) for t in _texts()]):
+                for output in run_checked(engine, [Request(prompt_tokens=t, sampling=sampling) for t in texts]):
                     with example(model=arch, prompt=f"{len(output.prompt_tokens)} tokens", when=when):
                         assert len(output.output_tokens) == NEW, f"{output.finish_reason}: {output.error}"
                         if cache.exact:
