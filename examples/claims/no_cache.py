@@ -10,7 +10,6 @@ import torch
 from claim import Claim, median, seconds, verdict
 
 from kvframe import Request, SamplingParams, build, compose
-from kvframe.hf.linear import unpacked
 from kvframe.hf.seam import implementation
 
 LENGTHS = (16, 32, 64, 96)
@@ -26,7 +25,7 @@ def main() -> None:
         engine.generate([Request(prompt_tokens=prompt, sampling=SamplingParams(max_new_tokens=L, ignore_eos=True))])
 
     def uncached(L: int) -> None:
-        with implementation(module, "sdpa"), unpacked(module), torch.inference_mode():
+        with implementation(module, "sdpa"), torch.inference_mode():
             ids = torch.tensor([prompt])
             module.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=L, min_new_tokens=L, do_sample=False,
