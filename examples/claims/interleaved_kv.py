@@ -55,7 +55,7 @@ def main() -> None:
     assert np.allclose(*outs, atol=1e-5)
     times = interleaved({name: lambda run=run: seconds(run) for name, run in runs.items()}, o.rounds)
     ratio = median(times["interleaved"]) / median(times["separate"])
-    claim.row("time of interleaved / separate", "about 1", f"{ratio:.2f}", verdict(0.9 < ratio < 1.1))
+    claim.row("time of interleaved / separate", "not below 1", f"{ratio:.2f}", verdict(ratio > 0.95))
     size = 2 * o.requests * o.context * HEADS * DIM * 4
     axes = claim.axes("", "GB/s read")
     for i, (name, found) in enumerate(times.items()):
