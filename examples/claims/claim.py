@@ -91,3 +91,17 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 median = statistics.median
+
+
+def decode_step(engine, requests: list) -> float:
+    """Runs the requests; answers the median seconds of the steps in which each of them got one token and no prompt was
+    computed."""
+    times, computed = [], 0
+    steps = engine.steps(requests)
+    while True:
+        began = time.perf_counter()
+        if next(steps, None) is None:
+            return median(times)
+        if engine.meter.computed - computed == len(requests):
+            times.append(time.perf_counter() - began)
+        computed = engine.meter.computed
