@@ -4,13 +4,13 @@ densely from the request's tokens alone."""
 from __future__ import annotations
 
 import numpy as np
-from walker import Walked
 
 from kvframe.config import build_cache, compose
 from kvframe.interfaces import CacheContext
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing import parts
 from kvframe.testing.attending import Attending
+from kvframe.testing.walked import Walked
 from kvframe.types import LayerSpec
 
 

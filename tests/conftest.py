@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 # Two test processes with two threads each on two cores wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from installed import metadata
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as in a pipe, whatever terminal the tests run in
 
@@ -40,16 +42,36 @@ def install(tmp_path, monkeypatch):
         if hook:
             head += f"@hookimpl\ndef kvframe_config_path():\n    return 'pkg://{package.name}.conf'\n"
         (package / "__init__.py").write_text(head + textwrap.dedent(code))
-        info = root / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[kvframe]\n{name} = {package.name}\n")
+        metadata(root, distribution, version, f"{name} = {package.name}")
         monkeypatch.syspath_prepend(str(root))
         plugins.plugins(reload=True)
         return package.name
 
     yield make
-    for module in [m for m in sys.modules if getattr(sys.modules[m], "__file__", None) and _inside(m, tmp_path)]:
+    _forget(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def editable(tmp_path, monkeypatch):
+    """`editable(FOLDER)`: importable, and its plugin found, as after `pip install -e FOLDER`, for one test."""
+    from kvframe import plugins
+
+    def make(folder: Path) -> None:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        points = "\n".join(f"{key} = {value}" for key, value in project["entry-points"]["kvframe"].items())
+        metadata(folder, project["name"], project["version"], points)
+        monkeypatch.syspath_prepend(str(folder))
+        plugins.plugins(reload=True)
+
+    yield make
+    _forget(tmp_path, monkeypatch)
+
+
+def _forget(folder: Path, monkeypatch) -> None:
+    """Takes what was installed in a folder away again."""
+    from kvframe import plugins
+
+    for module in [m for m in sys.modules if getattr(sys.modules[m], "__file__", None) and _inside(m, folder)]:
         del sys.modules[module]
     monkeypatch.undo()
     plugins.plugins(reload=True)

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 from strategies import STRATEGIES
-from walker import Walked
 
 from kvframe.config import build_cache, compose
 from kvframe.errors import CapacityError, ConfigError, IncompatibleCacheError
 from kvframe.interfaces import CacheContext
 from kvframe.memory import parse_bytes
+from kvframe.testing.walked import Walked
 from kvframe.types import LayerSpec
 
 

@@ -10,13 +10,10 @@ import contextlib
 import re
 import shlex
 import shutil
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from kvframe import plugins
 from kvframe.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -53,32 +50,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """`pip install -e FOLDER` without pip: the package on the path, and the metadata of its entry point."""
-    known = set(sys.modules)
-
-    def make(folder: str) -> None:
-        project = tomllib.loads((tmp_path / folder / "pyproject.toml").read_text())["project"]
-        info = tmp_path / folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        info.mkdir()
-        head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-        (info / "METADATA").write_text(head)
-        points = project["entry-points"]["kvframe"]
-        (info / "entry_points.txt").write_text("[kvframe]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
-        monkeypatch.syspath_prepend(str(tmp_path / folder))
-        plugins.plugins(reload=True)
-
-    yield make
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
-    monkeypatch.undo()
-    plugins.plugins(reload=True)
-
-
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
-def test_commands_run(doc, here, install, capsys):
+def test_commands_run(doc, here, editable, capsys):
     """In the order in which a reader runs them."""
     for kind, text in FENCE.findall(doc.read_text(encoding="utf-8")):
         if kind != "sh":
@@ -87,7 +60,7 @@ def test_commands_run(doc, here, install, capsys):
         assert any(words[0] == "kvframe" for words in found), "a block of kind sh without a command of kvframe"
         for words in found:
             if words[:3] == ["pip", "install", "-e"]:
-                install(words[3])
+                editable(here / words[3])
             else:
                 assert words[0] == "kvframe", f"this test cannot run {shlex.join(words)}"
                 code = main(tiny(words[1:]))

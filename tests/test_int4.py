@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from kvframe_plugins.bitsandbytes import BNB8, NF4
 from kvframe_plugins.int4 import SCALES, Int4, pack, toward, unpack
 from test_cache import control
-from walker import Walker
 
 from kvframe.config import build_cache, compose
 from kvframe.errors import IncompatibleCacheError, MissingPackageError, OptionError
 from kvframe.interfaces import CacheContext
 from kvframe.memory import layer_token_bytes
+from kvframe.testing.walker import Walker
 from kvframe.types import LayerSpec
 
 LAYER = LayerSpec(0, 4, 2, 64, 64, 0.125, dtype="bfloat16")

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from installed import metadata
 
 import kvframe
 from kvframe import plugins as loading
@@ -32,33 +32,16 @@ MODELS = {"index": ("llama", "gemma2"), "cache": ("llama", "gemma2", "gpt_oss", 
 SHORT = {"eviction": ["cache.layout.block_size=4", "cache.num_blocks=24"]}
 
 
-def metadata(folder: Path, name: str, version: str, points: str) -> None:
-    """What pip leaves beside a package."""
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(f"[kvframe]\n{points}\n")
-
-
 @pytest.fixture
-def new(tmp_path, monkeypatch):
+def new(tmp_path, editable):
     """`new(kind)`: writes a package `mine`, and makes it importable as `pip install -e` would; answers its folder."""
 
     def make(kind: str, name: str = "mine") -> Path:
         assert main(["new", name, "--kind", kind, "--out", str(tmp_path)]) == 0
-        folder = tmp_path / name
-        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        points = "\n".join(f"{key} = {value}" for key, value in project["entry-points"]["kvframe"].items())
-        metadata(folder, project["name"], project["version"], points)
-        monkeypatch.syspath_prepend(str(folder))
-        loading.plugins(reload=True)
-        return folder
+        editable(tmp_path / name)
+        return tmp_path / name
 
-    yield make
-    for module in [m for m in sys.modules if m.startswith("kvframe_mine")]:
-        del sys.modules[module]
-    monkeypatch.undo()
-    loading.plugins(reload=True)
+    return make
 
 
 @pytest.fixture(scope="module")

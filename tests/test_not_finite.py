@@ -16,7 +16,6 @@ from kvframe_plugins.int8 import Int8
 from kvframe_plugins.no_codec import NoCodec
 from test_kernel_codes import CODECS, coded
 from test_kernel_cpu import RULES
-from walker import Walked
 
 from kvframe.config import build_cache, compose
 from kvframe.interfaces import CacheContext
@@ -24,6 +23,7 @@ from kvframe.kernels import cpu_prefill
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.steps import make_spec, make_step
+from kvframe.testing.walked import Walked
 from kvframe.types import LayerSpec, Rotary
 
 L, AT, WINDOW, SINKS = 90, 40, 24, 3

@@ -7,10 +7,10 @@ from test_cache import control
 from test_engine import ask, tokens
 from test_evaluate import run
 from test_sealing_engine import INT4, engine
-from walker import Walked
 
 from kvframe.hf import random_model
 from kvframe.meter import Meter, Peak
+from kvframe.testing.walked import Walked
 from kvframe.types import CacheStats, GroupStats
 
 

@@ -7,7 +7,6 @@ import functools
 
 import numpy as np
 import pytest
-from prefix_index import TrieIndex
 from strategies import context_for
 from test_cache import control
 from test_engine import ask, tokens
@@ -17,6 +16,7 @@ from kvframe.engine import Engine
 from kvframe.interfaces import CacheContext
 from kvframe.testing import check_greedy, tiny_model, wrap
 from kvframe.testing.harness import run_checked
+from kvframe.testing.trie import TrieIndex
 
 
 def indexed(context: CacheContext, size: int, blocks: int) -> BlockKVCache:

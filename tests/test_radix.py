@@ -10,9 +10,9 @@ from kvframe_plugins.lru import LRU
 from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.radix import RadixIndex
 from test_cache import control
-from walker import Walked
 
 from kvframe.errors import IncompatibleCacheError
+from kvframe.testing.walked import Walked
 from kvframe.types import Keep
 
 FULL, WINDOW = ModelRetention(), ModelRetention(window=5)

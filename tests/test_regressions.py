@@ -10,7 +10,6 @@ import torch
 from strategies import make_engine
 from test_cache import control
 from test_engine import ask, engine, tokens
-from walker import Walked, Walker
 
 from kvframe.cache import BlockKVCache
 from kvframe.errors import ConfigError, RequestError
@@ -18,6 +17,8 @@ from kvframe.interfaces import CacheContext, Retention
 from kvframe.memory import held_blocks, live_blocks
 from kvframe.testing import check_greedy, tiny_model, wrap
 from kvframe.testing.harness import run_checked
+from kvframe.testing.walked import Walked
+from kvframe.testing.walker import Walker
 from kvframe.types import LayerSpec, Request, SamplingParams
 
 

@@ -15,7 +15,6 @@ from kvframe_plugins.no_index import NoIndex
 from kvframe_plugins.paged import Paged
 from strategies import COMPOSITIONS
 from test_cache import control
-from walker import Walked, Walker
 
 from kvframe import sealing
 from kvframe.cache import BlockKVCache
@@ -23,6 +22,8 @@ from kvframe.errors import CapacityError, IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
+from kvframe.testing.walked import Walked
+from kvframe.testing.walker import Walker
 
 INT4 = ["cache/codec=int4", "cache.codec.group=4"]
 WINDOW = ["cache/retention=sliding_window", "cache.retention.window=9"]

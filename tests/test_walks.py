@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from strategies import COMPOSITIONS
 from test_cache import control
-from walker import Walker
+
+from kvframe.testing.walker import Walker
 
 SMALL = {"contiguous": 4, "paged-1": 150, "paged-16": 12, "paged-64": 5}
 CALLS = {"admit", "grow", "commit", "release", "preempt", "fork", "truncate", "peek"}

@@ -10,12 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvframe.commands.results import places
 from kvframe.jobs import Run
 from kvframe.report import (
-    PICTURES,
-    check_ending,
     console,
-    figure_class,
     human_seconds,
     progress,
     save_figure,
@@ -24,7 +22,6 @@ from kvframe.report import (
     write_result,
 )
 
-ENDINGS = {"out": (".json", ".csv"), "plot": PICTURES}
 FLOOR = 1e-7  # nats; a KL that float32 cannot tell from 0 is drawn as 0
 LINEAR = 1e-5  # nats; the scale of the picture is linear below and logarithmic above
 
@@ -32,10 +29,7 @@ LINEAR = 1e-5  # nats; the scale of the picture is linear below and logarithmic 
 def run(cfg: DictConfig, job: Run) -> int:
     """Evaluates the lineup. Answers 1 when presets had to be skipped. Ctrl-C, or a cache that fails, ends it after what
     is complete was shown and written."""
-    for key in ENDINGS:
-        check_ending(key, cfg[key], ENDINGS[key])
-    plot, out = job.out(cfg.plot, "plot"), job.out(cfg.out)
-    figure = figure_class() if plot is not None else None
+    out, plot, figure = places(cfg, job)
     from kvframe.evaluation.evaluate import Evaluation
 
     evaluation = Evaluation(cfg)

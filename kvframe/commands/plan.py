@@ -8,13 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvframe.commands.results import places
 from kvframe.fitting import Fitting, fit
 from kvframe.jobs import Run
 from kvframe.report import (
-    PICTURES,
-    check_ending,
     console,
-    figure_class,
     human_bytes,
     save_figure,
     table,
@@ -22,16 +20,12 @@ from kvframe.report import (
     write_result,
 )
 
-ENDINGS = {"out": (".json", ".csv"), "plot": PICTURES}
 WIDTH = 100  # columns of the tables, where the terminal has as many
 
 
 def run(cfg: DictConfig, job: Run) -> int:
     """Shows and writes what fits. That nothing does is an answer, too: always 0."""
-    for key in ENDINGS:
-        check_ending(key, cfg[key], ENDINGS[key])
-    plot, out = job.out(cfg.plot, "plot"), job.out(cfg.out)
-    figure = figure_class() if plot is not None else None
+    out, plot, figure = places(cfg, job)
     found = fit(cfg, curves=plot is not None)
     show = console()
     for text, made in shown(found):

@@ -6,12 +6,10 @@ import sys
 
 from omegaconf import DictConfig, OmegaConf
 
+from kvframe.commands.results import places
 from kvframe.jobs import Run
 from kvframe.report import (
-    PICTURES,
-    check_ending,
     console,
-    figure_class,
     human_seconds,
     progress,
     save_figure,
@@ -21,16 +19,11 @@ from kvframe.report import (
 )
 from kvframe.simulation.sweep import PARTS, Settings, flat, simulate
 
-ENDINGS = {"out": (".json", ".csv"), "plot": PICTURES}
-
 
 def run(cfg: DictConfig, job: Run) -> int:
     """Simulates each capacity. Answers 1 when requests did not fit."""
     settings = Settings.of(cfg)
-    for key in ENDINGS:
-        check_ending(key, cfg[key], ENDINGS[key])
-    plot, out = job.out(cfg.plot, "plot"), job.out(cfg.out)
-    figure = figure_class() if plot is not None else None
+    out, plot, figure = places(cfg, job)
     rows = simulate(cfg, progress=progress, names=_chosen())
     console().print(row_table(rows))
     refused = [row for row in rows if row["refused"]]

@@ -85,7 +85,7 @@ class Recorder:
         """What happened since the last call; None when nothing was computed."""
         if self._plan is None:
             return None
-        plan, batch = self._plan, self._batch
+        plan, batch, self._stats = self._plan, self._batch, self.cache.stats()
         finished = [_name_of(event) for event in events if event.output is not None]
         self._number += 1
         record = {
@@ -104,7 +104,7 @@ class Recorder:
             "preempted": [name for name in self._released if name not in finished],
             "pools": [self._pool(g) for g in range(len(self.pools))],
             "tree": self._tree(),
-            "stats": {name: self.cache.stats().total(name) for name in BYTES},
+            "stats": {name: self._stats.total(name) for name in BYTES},
         }
         self._fresh()
         return record
@@ -155,7 +155,7 @@ class Recorder:
     def _pool(self, g: int) -> dict[str, Any]:
         """`states`: one letter per block id from 1 up to the last one that was ever taken: f free, l live, s shared
         (more than one holder), c cached (the index has it, nobody holds it)."""
-        pool, stats = self.pools[g], self.cache.stats().groups[g]
+        pool, stats = self.pools[g], self._stats.groups[g]
         last = max(self._pool_end(g), 1)
         refs, published = pool.refs[1 : last + 1], pool.published[1 : last + 1]
         states = np.where(refs > 1, "s", np.where(refs == 1, "l", np.where(published, "c", "f")))
@@ -194,10 +194,10 @@ class Recorder:
         ]
 
     def _block_size(self, g: int) -> int:
-        return self.cache.stats().groups[g].block_size
+        return self._stats.groups[g].block_size
 
     def _token_bytes(self, g: int) -> float:
-        group = self.cache.stats().groups[g]
+        group = self._stats.groups[g]
         return group.block_bytes / group.block_size
 
 
