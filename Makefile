@@ -23,6 +23,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS) -m "not nightly"
 
 nightly: $(STAMP)
+	$(RUN)python -m pip install --quiet -c constraints.txt -e '.[dev,launchers]'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS)
 
 lint: $(STAMP)

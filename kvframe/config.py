@@ -54,8 +54,14 @@ class KVFrameSearchPath(SearchPathPlugin):
             search_path.append(provider=folder.provider, path=folder.url)
 
 
-# Registered by hand: Hydra looks for plugins in the namespace `hydra_plugins`, which editable installs do not show it.
-Plugins.instance().register(KVFrameSearchPath)
+def _register() -> None:
+    """By hand: Hydra looks for plugins in the namespace `hydra_plugins`, which editable installs do not show it. Again
+    where it has forgotten: a launcher puts the state of another process in the place of the job's."""
+    if KVFrameSearchPath not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(KVFrameSearchPath)
+
+
+_register()
 OmegaConf.register_new_resolver("kvframe.missing", lambda: "???", replace=True)
 
 
@@ -88,6 +94,7 @@ def compose(overrides: Iterable[str] = (), config_name: str = "generate") -> Dic
 
 def hydra_config(overrides: list[str], config_name: str, run_mode: RunMode = RunMode.RUN) -> DictConfig:
     """What Hydra composes, its own node `hydra` included."""
+    _register()
     with _version_base():
         loader = ConfigLoaderImpl(create_config_search_path(None))
         return loader.load_configuration(config_name, list(overrides), run_mode=run_mode, from_shell=False)

@@ -95,6 +95,7 @@ def _unknown(key: str, overrides, recompose, groups) -> ConfigError:
         fix = f"{close[0]}={value}" if close else None
         return ConfigError(f"the config group {key!r} does not exist", options=nearest(key, groups), fix=fix)
     chosen = [o for o in overrides if _KEY.fullmatch(o) and _KEY.fullmatch(o)["key"] in groups]
+    chosen = [o for o in chosen if not o.startswith("hydra/")]  # what runs the jobs is no part of them
     try:
         node, path, name = recompose(chosen), "", key
     except HydraException:

@@ -9,15 +9,24 @@ the folders tells what each job was:
         1/run.json
 
 Hydra wants to write files of its own; it does so in a temporary folder that is removed. Without `out` nothing stays.
+
+A launcher (`hydra/launcher=ray`, `submitit_slurm`, ...) runs jobs in other processes, maybe on other machines. They get
+copies of the Sweep, and leave what they did and printed as `job.json` in their temporary folder, where the first
+process finds it. So that all of them see it, that folder then lies in `hydra.sweep.dir`, which must be a place that all
+machines share.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +83,7 @@ class Sweep(Run):
 
     Attributes:
         folder: hydra.sweep.dir as the user sees it; jobs: one record each.
+        spread: a launcher runs the jobs in other processes.
     """
 
     def __init__(self, command, overrides: list[str]):
@@ -91,30 +101,58 @@ class Sweep(Run):
             raise config.explained(error, overrides, command.name) from error
         _check_relative(cfg.get("out"))
         self.jobs: list[dict] = []
-        self._wrote = False
+        self.spread = not cfg.hydra.launcher._target_.endswith(".BasicLauncher")
+        self._wrote, self._process, self._temporary = False, os.getpid(), ""
+        if self.spread:
+            self.folder = self.folder.absolute()  # wherever the other processes stand
 
     def __enter__(self):
-        self._temporary = tempfile.TemporaryDirectory(prefix="kvframe-")
+        made = [] if not self.spread else [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        if self.spread:
+            check_out(self.folder / "sweep.json", "hydra.sweep.dir").parent.mkdir(parents=True, exist_ok=True)
+        self._made = made  # the folders that were not there, the innermost first
+        self._temporary = tempfile.mkdtemp(prefix="kvframe-", dir=self.folder if self.spread else None)
         return self
 
     def __exit__(self, *exc):
-        self._temporary.cleanup()
+        self._gather()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        for folder in self._made:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+
+    def _gather(self) -> None:
+        """Takes over what the jobs in other processes have left."""
+        left = [json.loads(path.read_text()) for path in Path(self._temporary).glob("**/job.json")]
+        for job in sorted(left, key=lambda job: job["record"]["num"]):
+            record = job["record"]
+            self._wrote = self._wrote or record["out"] is not None
+            self.jobs.append(record)
+            print(_title(record), file=sys.stderr, flush=True)
+            print(job["printed"], end="", flush=True)
+            if record["error"]:
+                print(f"[job {record['num']}] failed: {record['error']}", file=sys.stderr, flush=True)
+        if left:
+            self._index()
 
     def overrides(self, overrides):
         kept = [o for o in overrides if o.lstrip("+").partition("=")[0] != "hydra.sweep.dir"]
-        return [*kept, f"hydra.sweep.dir='{self._temporary.name}'"]
+        return [*kept, f"hydra.sweep.dir='{self._temporary}'"]
 
     def job(self, function, cfg):
         from hydra.core.hydra_config import HydraConfig
 
         hydra = HydraConfig.get()
-        self._subdir = os.path.relpath(hydra.runtime.output_dir, self._temporary.name)
+        self._subdir = os.path.relpath(hydra.runtime.output_dir, self._temporary)
         self._record = {"num": hydra.job.num, "overrides": list(hydra.overrides.task), "out": None}
         self._record |= {"status": "interrupted", "error": None}
         self.jobs.append(self._record)
-        print(f"[job {hydra.job.num}] {' '.join(hydra.overrides.task)}", file=sys.stderr)
+        print(_title(self._record), file=sys.stderr)
+        elsewhere, printed = os.getpid() != self._process, io.StringIO()
         try:
-            code = function(cfg, self)
+            with redirect_stdout(printed) if elsewhere else nullcontext():
+                code = function(cfg, self)
             self._record["status"] = "completed" if code == 0 else "partial"
         except BrokenPipeError:
             raise OutputClosed from None
@@ -127,7 +165,11 @@ class Sweep(Run):
         finally:
             if self._record["status"] in ("failed", "interrupted"):
                 self._record["out"] = None
-            self._index()
+            if elsewhere:
+                left = {"record": self._record, "printed": printed.getvalue()}
+                write_json(Path(hydra.runtime.output_dir) / "job.json", left)
+            else:
+                self._index()
 
     def code(self):
         status = [job["status"] for job in self.jobs]
@@ -148,6 +190,10 @@ class Sweep(Run):
     def _index(self) -> None:
         if self._wrote:
             write_json(self.folder / "sweep.json", {"jobs": self.jobs})
+
+
+def _title(record: dict) -> str:
+    return f"[job {record['num']}] {' '.join(record['overrides'])}"
 
 
 def _check_relative(value: str | None, key: str = "out") -> Path | None:

@@ -159,6 +159,22 @@ def test_a_sweep_writes_into_the_folder_of_each_job_and_an_index(here, capsys):
     assert "here/sweep.json" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("package, launcher", [("submitit", "submitit_local"), ("ray", "ray")])
+def test_a_launcher_runs_the_jobs_in_other_processes(here, capsys, package, launcher):
+    pytest.importorskip(package)
+    jobs = ["list", "-m", "model=random", "model.shape=tiny,qwen2_5_0_5b,nosuch", f"hydra/launcher={launcher}"]
+    assert main([*jobs, "out=x.json", "hydra.sweep.dir=sweep"]) == 1
+    told = json.loads((here / "sweep" / "sweep.json").read_text())["jobs"]
+    assert [(job["num"], job["status"]) for job in told] == [(0, "completed"), (1, "completed"), (2, "failed")]
+    assert all((here / "sweep" / job["out"]).exists() for job in told[:2]) and told[2]["out"] is None
+    assert not list((here / "sweep").glob("kvframe-*"))  # where the jobs left what they did
+    printed = capsys.readouterr()
+    assert printed.out.count("random-tiny") == 1 and "there is no config" not in printed.out and "[job 2] failed: model.shape" in printed.err
+    assert main([*jobs, "hydra.sweep.dir=elsewhere/deep"]) == 1
+    assert not (here / "elsewhere").exists()  # nobody asked for a file
+
+
 def test_a_sweep_lies_in_multirun_unless_told_otherwise(here):
     assert main(["list", "-m", "plugins=true,false", "out=x.json"]) == 0
     (index,) = here.glob("multirun/*/*/sweep.json")

@@ -139,6 +139,21 @@ def test_the_timeline_shows_staircase_rent_and_line(results):
     assert lines["hf_dynamic"]["reserved"] == lines["hf_dynamic"]["used"]
 
 
+def test_the_memory_of_a_cache_is_that_of_its_tensors(results, model):
+    assert list(results["memory"]) == ["contiguous", "paged", "radix cache.layout.block_size=4", "int8"]
+    rows = by_name(results["rows"])
+    for name, found in results["memory"].items():
+        assert found["weights"] == {"float32": model.weight_bytes}
+        assert sum(found["kv_allocated"].values()) == rows[name]["kv_bytes_pool"]
+        # the widest tensors of a step: logits of its requests, and gate and up of the MLP for each token
+        assert found["activations_tokens"] <= 48
+        config = model.module.config
+        assert found["activations_peak"] >= found["activations_tokens"] * config.intermediate_size * 4 * 2
+        parts = [*found["weights"].values(), *found["kv_allocated"].values(), found["activations_peak"]]
+        assert found["total"] == sum(parts) + found["weight_copies"]
+    assert results["memory"]["int8"]["kv_allocated"].keys() == {"int8", "float32"}
+
+
 def test_a_window_reaches_its_plateau(model):
     entry = "caches=['sliding_window cache.retention.window=8 cache.retention.sinks=0 cache.layout.block_size=4']"
     found = run(model, entry, *SMALL, "quality_tokens=8", "repeat=1", "timeline={prompt: 4, output: 60}")
@@ -446,7 +461,7 @@ def test_the_command_writes_its_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *OWN, *SMALL, *QUICK, "caches=[paged,no_cache]", "out=results/"]) == 0
     found = json.loads(Path("results/results.json").read_text())
-    assert found["complete"] and found["schema"] == 1 and found["versions"]["torch"] and found["machine"]["threads"]
+    assert found["complete"] and found["schema"] == 2 and found["versions"]["torch"] and found["machine"]["threads"]
     rows = list(csv.DictReader(Path("results/results.csv").open()))
     assert [row["cache"] for row in rows] == ["paged", "no_cache"] and float(rows[0]["output_tokens_per_s"]) > 0
     assert {"results.csv", "results.json"} <= {path.name for path in Path("results").iterdir()}

@@ -8,6 +8,7 @@ watch.py      what a baseline costs, in the words of the engine's meter
 candidates.py the lineup, looked at once before the work: what can be built, what is exact, who is the reference
 measure.py    one run of one candidate, and the figures of it
 quality.py    KL to the reference by teacher forcing; token match
+memory.py     one large step under watch: weights, keys and values, activations
 timeline.py   one request alone, token by token: the bytes that it holds
 summary.py    rows from runs: medians, spread, the best, the Pareto front
 store.py      the folder of results: written after every run, read again by `resume=true`
@@ -21,7 +22,7 @@ pictures.py   the pictures, and html.py the report, both from results.json alone
 whole or not at all, after every run. Numbers are plain (bytes, seconds, tokens, shares from 0 to 1, nats); what is not
 known is null, and so are NaN and infinities. Texts are in the words of a user.
 
-    schema      1
+    schema      2
     complete    false until everything was measured
     model       name, dtype, device, layers, kv_heads, vocab_size, max_len (tokens, or null),
                 weights_bytes (parameters and buffers, shared ones once),
@@ -51,6 +52,9 @@ known is null, and so are NaN and infinities. Texts are in the words of a user.
                 kvframe.evaluation says); {} when quality_tokens=0
     timeline    name -> columns of one request alone: tokens, and bytes reserved (blocks), used, tail (beside reserved);
                 lists of equal length, at most 256 points; a candidate that has no such thing is not in it
+    memory      name -> bytes, from the tensors that exist: weights and kv_allocated (dtype -> bytes), weight_copies (in
+                the form that this machine multiplies fastest), activations_peak in a step of activations_tokens tokens,
+                total; on CUDA allocator (its own counters); {} when profile=false, and not for baselines
     outputs     name -> of its first run, a list of {id, prompt (a short hash of the prompt's tokens), tokens}
     columns     figure -> {title, unit, best ("min", "max" or null), spread (true or false), what}
     skipped     name -> reason, of presets that cannot be built here (only when all presets were asked for), and of

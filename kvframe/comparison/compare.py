@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from kvframe.comparison import measure, timeline
 from kvframe.comparison.candidates import Contender, contenders, sized
+from kvframe.comparison.memory import memory
 from kvframe.comparison.quality import Quality
 from kvframe.comparison.settings import Settings
 from kvframe.comparison.skeleton import skeleton
@@ -84,6 +85,7 @@ class _Comparison:
             work += quality.positions * len(self.found)
         self.store.write(self.results)
         with progress("comparing", work) as advance:
+            self._memory()
             if quality is not None:
                 self._measure_quality(quality, advance)
             for contender, repetition in todo:
@@ -102,6 +104,20 @@ class _Comparison:
             line = _timeline(contender, self.model, stops)
             if line is not None:
                 self.results["timeline"][contender.name] = line
+
+    def _memory(self) -> None:
+        known = self.results["memory"]
+        for contender in self.found:
+            if not self.settings.profile or contender.name in known:
+                continue
+            try:
+                seen = memory(contender, self.model, self.workload, self.facts)
+            except Exception as error:
+                self._fail(contender, error)
+                continue
+            if seen is not None:
+                known[contender.name] = seen
+                self.store.write(self.results)
 
     def _quality(self) -> Quality | None:
         """The reference's text, when somebody has not been held against it yet."""

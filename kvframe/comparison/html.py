@@ -37,6 +37,7 @@ def report(results: dict[str, Any], figures: dict[str, Any]) -> str:
         headline=headline(results),
         columns=[(key, column) for key, column in results["columns"].items() if _told(results, key)],
         rows=[_row(row, results) for row in results["rows"]],
+        memories=[(name, _memory(found)) for name, found in results["memory"].items()],
         pictures=[(TITLES[name], _embedded(figure)) for name, figure in figures.items()],
         weights=human_bytes(results["model"]["weights_bytes"]),
         memory=human_bytes(results["machine"]["memory_bytes"]),
@@ -76,6 +77,18 @@ def _row(row: dict, results: dict) -> dict[str, Any]:
             spread = " – ".join(written(key, row[f"{key}_{end}"], results) for end in ("min", "max"))
         cells[key] = {"text": written(key, row[key], results), "sort": row[key], "best": key in best, "spread": spread}
     return {**row, "cells": cells}
+
+
+def _memory(found: dict[str, Any]) -> list[str]:
+    """The cells of kvframe.memprofile's report, in the order of the titles in report.html."""
+
+    def dtypes(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in sizes.items()) or "–"
+
+    cells = [dtypes(found["weights"]), human_bytes(found["weight_copies"]), dtypes(found["kv_allocated"])]
+    cells.append(f"{human_bytes(found['activations_peak'])} in {found['activations_tokens']} tokens")
+    cells.append(human_bytes(found["total"]))
+    return cells if "allocator" not in found else [*cells, human_bytes(found["allocator"]["peak_allocated"])]
 
 
 def written(key: str, value: Any, results: dict) -> str:

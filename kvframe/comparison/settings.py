@@ -19,6 +19,7 @@ class Settings:
     quality_tokens: int
     text: str
     timeline: tuple[int, int] | None
+    profile: bool
     resume: bool
 
     @classmethod
@@ -28,10 +29,11 @@ class Settings:
         tokens = cfg.quality_tokens
         fine = _integer(tokens, 0) and tokens != 1
         _check(fine, "quality_tokens", tokens, "0: none", "an integer >= 2")
-        _check(isinstance(cfg.resume, bool), "resume", cfg.resume, "true", "false")
+        for key in ("profile", "resume"):
+            _check(isinstance(cfg[key], bool), key, cfg[key], "true", "false")
         if tokens:
             texts.read(str(cfg.text))
-        return cls(cfg.repeat, tokens, str(cfg.text), _timeline(cfg.timeline), cfg.resume)
+        return cls(cfg.repeat, tokens, str(cfg.text), _timeline(cfg.timeline), cfg.profile, cfg.resume)
 
 
 def _timeline(value: Any) -> tuple[int, int] | None:

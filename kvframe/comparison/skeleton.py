@@ -57,6 +57,7 @@ def skeleton(
         "runs": [],
         "quality": {},
         "timeline": {},
+        "memory": {},
         "outputs": {},
         "columns": columns(),
         "skipped": {},

@@ -11,7 +11,7 @@ from kvframe.comparison.summary import rows
 from kvframe.errors import ConfigError
 from kvframe.report import write_csv, write_json
 
-SCHEMA = 1
+SCHEMA = 2
 JSON, CSV = "results.json", "results.csv"
 
 
@@ -82,7 +82,8 @@ def take_over(before: dict[str, Any], results: dict[str, Any], where: Path) -> N
     for name in old.keys() & new.keys():
         new[name]["notes"] = list(dict.fromkeys([*new[name]["notes"], *old[name]["notes"]]))
     results["runs"], results["outputs"] = before["runs"], before["outputs"]
-    results["timeline"] = {**before["timeline"], **results["timeline"]}
+    for once in ("timeline", "memory"):
+        results[once] = {**before[once], **results[once]}
     same = ("quality_tokens", "text")
     if before["reference"] == results["reference"] and all(
         before["settings"][key] == results["settings"][key] for key in same
