@@ -42,6 +42,7 @@ class Engine:
         seed: base of the seeds of requests that bring none.
         pack_weights: linear layers may take copies of their weights in the form that this machine multiplies fastest
             (see kvframe.hf.linear); False keeps the memory.
+        compile: torch.compile runs the model's forward (see HFModel.compile); the first steps take long.
         hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
 
@@ -58,6 +59,7 @@ class Engine:
         clock="wall",
         seed=0,
         pack_weights=True,
+        compile=False,
         hooks=None,
     ):
         sizes = {"max_len": max_len, "max_requests": max_requests, "max_step_tokens": max_step_tokens}
@@ -76,6 +78,8 @@ class Engine:
         self._done: list[Event] = []  # events that are known before a step
         self._evicted: list[int] = []  # per layer group: evictions that were told
         self.packed_bytes = model.pack_weights() if pack_weights else 0
+        if compile:
+            model.compile()
 
     # -- requests --------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 KEY = "caches"
 PRESETS = "cache"  # the group of the presets
 ROOMS = ("cache", "engine", "kernel")  # what an entry may set
+_OF_THE_MODEL = ("engine.pack_weights", "engine.compile")  # which all share
 _OVERRIDE = re.compile(r"~(?P<deleted>[^=]+)(?:=.*)?|\+{0,2}(?P<key>[A-Za-z_][\w./]*(?:@[^=]*)?)=.*", re.DOTALL)
 _EXAMPLE = f"{KEY}=[NAME,'{PRESETS}=NAME {PRESETS}/codec=CODEC']"
 
@@ -154,7 +155,7 @@ def _overrides(entry: str, also: Sequence[str] = ()) -> list[str]:
     for word in words:
         if _OVERRIDE.fullmatch(word) is None:
             raise ConfigError(f"{KEY}: {entry!r} has {word!r}, which is not KEY=VALUE", fix=_EXAMPLE)
-        if not any(_within(_key(word), room) for room in (*ROOMS, *also)) or _key(word) == "engine.pack_weights":
+        if not any(_within(_key(word), room) for room in (*ROOMS, *also)) or _key(word) in _OF_THE_MODEL:
             raise ConfigError(
                 f"{KEY}: {entry!r} sets {_key(word)}, which all caches have in common",
                 options=[f"{room}..." for room in (*ROOMS, *also)],

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvframe.hf import linear, past, positions, rotary, seam, turning
+from kvframe.errors import UnsupportedModelError
+from kvframe.hf import linear, opaque, past, positions, rotary, seam, turning
 from kvframe.hf.probe import probe
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
@@ -50,6 +51,7 @@ class HFModel:
         self.module, self.name, self.tokenizer = module.eval(), name or type(module).__name__, tokenizer
         self.notes: list[str] = []
         self.packed_bytes: int | None = None
+        self._run = self.module
         weight = next(module.parameters())
         self.device = "cpu" if weight.is_meta else str(weight.device)  # see kvframe.hf.skeleton
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
@@ -103,6 +105,25 @@ class HFModel:
             self.packed_bytes = linear.pack(self.module)
         return self.packed_bytes
 
+    def compile(self, **options: Any) -> None:
+        """From now on torch.compile runs the forward: norms, rotary and activations become few operations; attention
+        and what `pack_weights` multiplies are called as they are. The first steps take long. A second call changes
+        nothing.
+
+        Args:
+            options: of torch.compile, e.g. backend.
+        Raises: UnsupportedModelError: the model's attention modules run several times in a forward.
+        """
+        if self._run is not self.module:
+            return
+        if any(len(binding.layers) > 1 for binding in seam.bindings(self.module)):
+            raise UnsupportedModelError(
+                f"{self.name} runs a module several times in a forward, which a compiled graph does not tell apart",
+                fix="engine.compile=false",
+            )
+        opaque.number(self.running)
+        self._run = torch.compile(self.module, dynamic=True, **options)
+
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
         """One flat step.
@@ -112,12 +133,15 @@ class HFModel:
             logits_at: int64 [K], rows of the step whose logits are wanted.
         Returns: float32 logits [K, V] on the model's device.
         """
-        self.running.plan = plan
         ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
         keep = torch.from_numpy(np.asarray(logits_at, dtype=np.int64))
         if self.device != "cpu":
             ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
-        return self.flat_logits(ids, plan.positions, keep)
+        self.running.plan = plan
+        try:
+            return self.flat_logits(ids, plan.positions, keep)
+        finally:
+            self.running.plan = None
 
     def flat_logits(
         self, ids: torch.Tensor, positions: torch.Tensor | None, keep: torch.Tensor | None = None, **more: Any
@@ -134,7 +158,7 @@ class HFModel:
             inputs[self._past] = past.Past.of(positions)
         if keep is not None and self._keeps:
             inputs["logits_to_keep"] = keep
-        logits = self.module(**inputs)[0][0]  # [T or K, V]
+        logits = self._run(**inputs)[0][0]  # [T or K, V]
         if keep is not None and not self._keeps:
             logits = logits[keep]
         return logits.float()

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from torch import nn
 
+from kvframe.errors import ConfigError
+from kvframe.hf import opaque
 from kvframe.types import LayerSpec
 
 NAME = "kvframe"
@@ -21,12 +24,13 @@ ATTRIBUTE = "_kvframe"
 
 
 class Running:
-    """What all layers of one model share: the cache, and the plan of the running step."""
+    """What all layers of one model share: the cache, and the plan of the running step. None between steps; `batch` is a
+    forward of transformers' own making, with a KVFrameCache (see kvframe.hf.generate_cache.packed)."""
 
-    __slots__ = ("cache", "plan")
+    __slots__ = ("__weakref__", "batch", "cache", "number", "plan")
 
     def __init__(self):
-        self.cache = self.plan = None
+        self.batch = self.cache = self.plan = self.number = None
 
 
 class Binding:
@@ -57,12 +61,28 @@ class Binding:
 
 def attention(module, query, key, value, attention_mask=None, **kwargs):
     """`query [1, Hq, T, Dk]`, `key [1, Hkv, T, Dk]`, `value [1, Hkv, T, Dv]` -> `([1, T, Hq, Dv], None)`."""
-    binding = module._kvframe
+    try:
+        binding = module._kvframe
+    except AttributeError:
+        raise _nobody(module) from None
     running = binding.running
+    if torch.compiler.is_compiling():
+        return opaque.attend(query, key, value, binding.turn(), running.number, binding.spec.v_dim), None
+    if running.batch is not None:
+        return running.batch.attend(binding.turn(), query, key, value), None
+    if running.plan is None:
+        raise _nobody(module)
     out = running.cache.attend(
         binding.turn(), query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), running.plan
     )
     return out.unsqueeze(0), None
+
+
+def _nobody(module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} attends through kvframe (attn_implementation={NAME!r}), and nothing of kvframe runs",
+        fix='past_key_values=KVFrameCache(model, "paged"), or model.set_attn_implementation("sdpa")',
+    )
 
 
 def register(name: str, function) -> None:
@@ -86,6 +106,11 @@ def bind(modules: list[nn.Module], layers: tuple[LayerSpec, ...]) -> Running:
         bound[id(module)] = Binding(spec, running)
         object.__setattr__(module, ATTRIBUTE, bound[id(module)])
     return running
+
+
+def bindings(module: nn.Module) -> list[Binding]:
+    """What the attention modules of a model are bound to."""
+    return [vars(part)[ATTRIBUTE] for part in module.modules() if ATTRIBUTE in vars(part)]
 
 
 def configs(module: nn.Module) -> list:
