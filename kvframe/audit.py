@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def stats(cache: BlockKVCache) -> CacheStats:
     """Counters per layer group, from the pools and the tables."""
-    groups, running = [], len(list(cache.tables.all()))
+    groups, running, lengths = [], len(list(cache.tables.all())), cache.tables.lengths
     for g, (rule, pool) in enumerate(zip(cache.rules, cache.pools)):
         size = cache.block_bytes[g]
         groups.append(
@@ -30,6 +30,7 @@ def stats(cache: BlockKVCache) -> CacheStats:
                 used=int(sum(used_slots(cache, g, unit) * part for unit, part in cache.parts_of_token[g].items())),
                 evictable=pool.cached * size,
                 tail=cache.tail_bytes[g] * running,
+                tail_used=sum(int((lengths % unit).sum()) * part for unit, part in cache.parts_of_tail[g].items()),
                 peak=pool.peak * size,
                 tail_pool=cache.tail_bytes[g] * cache.context.max_requests,
                 evictions=cache.evicted[g],

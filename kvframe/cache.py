@@ -117,9 +117,11 @@ class BlockKVCache(KVCache):
         return [rule.name for rule in self.rules]
 
     def _count_bytes(self) -> None:
-        """Per layer group: bytes of a token (in all, and by sealing group), of a block, and of a request's tails."""
+        """Per layer group: bytes of a token (in all, and by sealing group), of a block, and of a request's tails (in
+        all, and of one token by sealing group)."""
         codec, layers, n = self.codec, self.context.layers, len(self.rules)
         self.parts_of_token: list[dict[int, float]] = [{} for _ in range(n)]
+        self.parts_of_tail: list[dict[int, int]] = [{} for _ in range(n)]
         self.block_bytes, self.tail_bytes = [0] * n, [0] * n
         for layer in layers:
             g = self.group_of[layer.index]
@@ -127,6 +129,8 @@ class BlockKVCache(KVCache):
                 self.parts_of_token[g][group] = self.parts_of_token[g].get(group, 0.0) + size
             self.block_bytes[g] += sum(sizes.slot_bytes(codec, layer, self.block_size).values())
             self.tail_bytes[g] += sizes.tail_bytes(codec, layer)
+            for group, size in sizes.open_bytes(codec, layer).items():
+                self.parts_of_tail[g][group] = self.parts_of_tail[g].get(group, 0) + size
         self.token_bytes = [sum(parts.values()) for parts in self.parts_of_token]
 
     def _limited(self, layer: LayerSpec) -> bool:

@@ -86,6 +86,8 @@ def _unknown(key: str, overrides, recompose, groups) -> ConfigError:
     """A key or a group that does not exist, or one that is not part of what was chosen."""
     override = next((o for o in overrides if _KEY.fullmatch(o) and _KEY.fullmatch(o)["key"] == key), f"{key}=")
     value = _KEY.fullmatch(override)["value"] or "..."
+    if key in groups and "/" not in key:
+        return ConfigError(f"{key}={value} chooses nothing: this command has no {key}", fix=f"leave {key}={value} out")
     if key in groups:
         return ConfigError(
             f"{key}={value} replaces nothing: what was chosen has no {key}", fix="choose a preset that has it"

@@ -69,13 +69,13 @@ class Run:
             raise self._error
         return self._code
 
-    def out(self, value: str | None, key: str = "out") -> Path | None:
-        """Where a result goes that the user called `value` with the override `key`.
+    def out(self, value: str | None, key: str = "out", example: str = "run.json") -> Path | None:
+        """Where a result goes that the user called `value` with the override `key`. `example`: what would do.
 
         Raises:
             ConfigError: it cannot be written; better said before the work than after.
         """
-        return None if not value else check_out(Path(value).expanduser(), key)
+        return None if not value else check_out(Path(value).expanduser(), key, example)
 
 
 class Sweep(Run):
@@ -179,13 +179,13 @@ class Sweep(Run):
             return 2
         return 0 if all(one == "completed" for one in status) else 1
 
-    def out(self, value, key="out"):
+    def out(self, value, key="out", example="run.json"):
         if not value:
             return None
         path = _check_relative(value, key)
         self._record["out"] = os.path.join(self._subdir, path)
         self._wrote = True
-        return check_out(self.folder / self._subdir / path, key)
+        return check_out(self.folder / self._subdir / path, key, example)
 
     def _index(self) -> None:
         if self._wrote:

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from kvframe.config import build_engine, explained, folders, groups, hydra_config
-from kvframe.create import nearest
+from kvframe.create import nearest, resembling
 from kvframe.errors import ConfigError, KVFrameError
 from kvframe.overrides import quote
 from kvframe.plugins import plugins
@@ -155,11 +155,22 @@ def _overrides(entry: str, also: Sequence[str] = ()) -> list[str]:
     for word in words:
         if _OVERRIDE.fullmatch(word) is None:
             raise ConfigError(f"{KEY}: {entry!r} has {word!r}, which is not KEY=VALUE", fix=_EXAMPLE)
-        if not any(_within(_key(word), room) for room in (*ROOMS, *also)) or _key(word) in _OF_THE_MODEL:
+        key, value = _key(word), word.partition("=")[2]
+        group = key.partition("@")[0]
+        if "/" in group and group not in groups() and (close := resembling(group, groups())):
+            raise ConfigError(f"{KEY}: {entry!r}: the config group {group!r} does not exist", fix=f"{close[0]}={value}")
+        if not any(_within(key, room) for room in (*ROOMS, *also)) or key in _OF_THE_MODEL:
             raise ConfigError(
                 f"{KEY}: {entry!r} sets {_key(word)}, which all caches have in common",
                 options=[f"{room}..." for room in (*ROOMS, *also)],
                 fix=f"give {word} beside {KEY}, or run the command once for each value (-m)",
+            )
+    keys = [_key(word) for word in words]
+    for group in also:  # something else than a cache, which has no parts
+        unused = [word for word, key in zip(words, keys) if any(_within(key, room) for room in ROOMS)]
+        if group in keys and unused:
+            raise ConfigError(
+                f"{KEY}: {entry!r}: {unused[0]} changes nothing of a {group}", fix=f"leave {unused[0]} out"
             )
     return words
 

@@ -46,8 +46,17 @@ def layer_token_bytes(codec: Codec, layer: LayerSpec) -> float:
 
 def tail_bytes(codec: Codec, layer: LayerSpec) -> int:
     """Bytes of one request's open groups in one layer: `group` vectors in the model's dtype, for K and for V."""
-    bound = [(codec.for_layer(layer, kind).group, dim) for kind, dim in kinds(layer)]
-    return sum(g * PlaneSpec((dim,)).nbytes(layer.dtype) * layer.kv_heads for g, dim in bound if g > 1)
+    return sum(group * size for group, size in open_bytes(codec, layer).items())
+
+
+def open_bytes(codec: Codec, layer: LayerSpec) -> dict[int, int]:
+    """Sealing group -> bytes of one token in the tails of one layer."""
+    found: dict[int, int] = {}
+    for kind, dim in kinds(layer):
+        group = codec.for_layer(layer, kind).group
+        if group > 1:
+            found[group] = found.get(group, 0) + PlaneSpec((dim,)).nbytes(layer.dtype) * layer.kv_heads
+    return found
 
 
 def held_blocks(rule: Retention, length: int, chunk: int, block_size: int) -> np.ndarray:

@@ -50,14 +50,15 @@ class Meter:
 
     def step(self, seconds: float, computed: int, stats: CacheStats) -> None:
         """One forward took `seconds` of the engine's clock and left the cache in this state."""
-        reserved, used = stats.total("reserved"), stats.total("used")
+        reserved, used, tail = stats.total("reserved"), stats.total("used"), stats.total("tail")
         self.steps += 1
         self.computed += computed
         self.seconds += seconds
         self._reserved += seconds * reserved
         self._used += seconds * used
-        self._tail += seconds * stats.total("tail")
-        self._ratio += seconds * used / reserved if reserved else 0.0
+        self._tail += seconds * tail
+        if reserved + tail:
+            self._ratio += seconds * (used + stats.total("tail_used")) / (reserved + tail)
         self._peak.look(stats)
 
     def token(self, gap: float | None) -> None:

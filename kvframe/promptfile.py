@@ -62,7 +62,7 @@ def read_file(name: str, params: SamplingParams, key: str = "prompts") -> Iterat
         if path.suffix == ".txt":
             yield Request(prompt=line, sampling=params)
             continue
-        where = f"{path}, line {number}"
+        where = f"{key}={path}, line {number}"
         try:
             request = _request(json.loads(line), params)
         except json.JSONDecodeError as error:

@@ -79,6 +79,39 @@ def table(
     return made
 
 
+WORD = 18
+
+
+def fitted(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    width: int,
+    name: str,
+    droppable: Sequence[str],
+    gap: int = 2,
+) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a table that is at most `width` wide: words of up to WORD letters in the column `name` must
+    have room, or columns are left out, in the order of `droppable`.
+
+    Args:
+        gap: spaces between two columns.
+    """
+    from rich.cells import cell_len
+
+    texts = {column: [column, *(str(row[i]) for row in rows)] for i, column in enumerate(columns)}
+    texts[name] = [word for text in texts[name] for word in text.split()]
+    need = {column: max(map(cell_len, texts[column])) + gap for column in columns}
+    need[name] = min(need[name], WORD + gap)
+    kept = list(columns)
+    for column in droppable:
+        if sum(need[c] for c in kept) <= width:
+            break
+        if column in kept:
+            kept.remove(column)
+    places = [columns.index(column) for column in kept]
+    return kept, [[row[i] for i in places] for row in rows]
+
+
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr: yields what is to be told of every n units of work that are done. Nothing where stderr is no
@@ -118,14 +151,14 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def check_out(path: Path, key: str = "out") -> Path:
-    """Refuses a result path that cannot be written, before the work is done.
+def check_out(path: Path, key: str = "out", example: str = "run.json") -> Path:
+    """Refuses a result path that cannot be written, before the work is done. `example`: what would do.
 
     Raises:
         ConfigError: it is a folder, or lies in something that is not a folder.
     """
     if path.is_dir():
-        raise ConfigError(f"{key}={path} is a folder", fix=f"{key}={path / 'run.json'}")
+        raise ConfigError(f"{key}={path} is a folder", fix=f"{key}={path / example}")
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
@@ -134,7 +167,7 @@ def check_out(path: Path, key: str = "out") -> Path:
             return path
     except OSError as error:
         reason = f"{key}={path} cannot be written: {parent} is not a folder that you may write to ({error.strerror})"
-        raise ConfigError(reason, fix=f"{key}=run.json") from error
+        raise ConfigError(reason, fix=f"{key}={example}") from error
 
 
 def check_ending(key: str, value: str | None, endings: Sequence[str]) -> None:

@@ -341,6 +341,7 @@ class GroupStats:
             bytes once; what is in an open group is not in a slot yet); evictable: bytes of cached blocks that nobody
             holds; tail: bytes of the full-precision tails of running requests, a whole row each, beside `reserved`.
         peak: highest `reserved` so far.
+        tail_used: bytes of the tokens of open groups in the tails.
         tail_pool: bytes of the tails of all requests that may run, allocated from the beginning.
         evictions: blocks that were given up to make room, in this run.
     """
@@ -357,6 +358,7 @@ class GroupStats:
     peak: int
     tail_pool: int = 0
     evictions: int = 0
+    tail_used: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -428,6 +428,46 @@ def test_the_front_is_what_nobody_beats():
     assert best("waste") == best("kv_bytes_used") == []
 
 
+def test_who_is_not_exact_and_not_measured_is_not_on_the_front():
+    rows = [made("exact", 10, 100, exact=True), made("unknown", 20, 50), made("short", 30, 40, kl=0.0)]
+    assert [row["cache"] for row in summary.front(rows[:2])] == ["unknown"], "nobody was measured: speed and memory"
+    rows.append(made("known", 5, 60, kl=1e-3))
+    assert [row["cache"] for row in summary.front(rows)] == ["exact", "known"]
+    assert summary.unseen(rows[2]) and not summary.unseen(rows[3]) and summary.best("kl_mean", rows) == []
+
+
+def test_figures_that_the_runs_do_not_tell_apart_are_both_the_best():
+    def row(name, low, middle, high):
+        return made(name, middle, 1, runs=3, output_tokens_per_s_min=low, output_tokens_per_s_max=high)
+
+    rows = [row("a", 9, 10, 12), row("b", 8, 9, 9.5), row("c", 1, 2, 3)]
+    assert [r["cache"] for r in summary.best("output_tokens_per_s", rows)] == ["a", "b"]
+
+
+def test_a_text_is_as_long_as_it_takes_to_see_what_a_window_loses(model, monkeypatch):
+    monkeypatch.setattr(comparing, "FEW", 16)
+    window = "'paged cache/retention=sliding_window cache.retention.window=24 cache.retention.sinks=0'"
+    small = ["workload.requests=1", "workload.prompt=60", "workload.output=2", "repeat=1", "timeline=null"]
+    found = run(model, f"caches=[paged,{window}]", *small)
+    assert {quality["positions"] + 1 for quality in found["quality"].values()} == {62}
+    lossy = found["rows"][1]
+    assert lossy["kl_mean"] > 1e-6 and not summary.unseen(lossy)
+
+
+def test_what_was_there_before_is_kept(model, tmp_path):
+    path = tmp_path / "results.json"
+    first = run(model, "caches=[paged]", *SMALL, *QUICK, path=path)
+    second = run(model, "caches=[int8]", *SMALL, *QUICK, path=path)
+    assert json.loads((tmp_path / "results-1.json").read_text())["rows"] == json.loads(json.dumps(first["rows"]))
+    assert any("results-1.json" in note for note in second["notes"])
+
+
+def test_utilization_counts_the_tokens_of_open_groups(model):
+    found = run(model, "caches=[paged,int4]", "workload.requests=1", "workload.prompt=9", "workload.output=2", *QUICK)
+    row = by_name(found["rows"])["int4"]
+    assert 0 < row["utilization"] < 1, "eleven tokens, all of them in the tail"
+
+
 def test_tokens_match_up_to_the_first_difference():
     one = [{"id": "a", "prompt": "p", "tokens": [1, 2, 3, 4]}, {"id": "b", "prompt": "p", "tokens": [5, 6]}]
     two = [{"id": "a", "prompt": "p", "tokens": [1, 2, 9, 4]}, {"id": "b", "prompt": "other", "tokens": [5, 6]}]
@@ -437,10 +477,11 @@ def test_tokens_match_up_to_the_first_difference():
 
 def test_thinning_keeps_both_sides_of_every_jump():
     points = [(n, n // 16, n, 0) for n in range(1000)]
-    kept = timeline.thin(points)
+    kept = timeline.thin(points, 256)
     assert len(kept) == 256 and kept == sorted(kept) and kept[0][0] == 0 and kept[-1][0] == 999
     assert {n for n, *_ in kept} >= {16 * i - side for i in range(1, 62) for side in (0, 1)}
-    assert len(timeline.thin([(n, n, n, 0) for n in range(1000)])) == 256 and timeline.thin(points[:9]) == points[:9]
+    assert len(timeline.thin([(n, n, n, 0) for n in range(1000)], 256)) == 256
+    assert timeline.thin(points[:9]) == points[:9] and timeline.thin(points) == points
     assert timeline.stops(100, 2, chunk=40) == [40, 80, 100, 101, 102]
 
 
@@ -451,6 +492,11 @@ def test_the_table_fits_100_columns(results):
     assert max(len(line) for line in lines) <= 100 and "…" not in text.getvalue()
     for word in ("tok/s", "TTFT p50", "ITL p50", "KV peak", "B/token", "waste", "hits", "KL", "contiguous", "Pareto"):
         assert word in text.getvalue(), word
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(row_table(results, results["rows"], 80))
+    shown = narrow.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    assert all(word in shown for word in ("contiguous", "hf_dynamic", "tok/s", "KV peak", summary.FRONT))
     assert any("*" in line for line in lines) and sum(summary.FRONT in line for line in lines) >= 3
 
 

@@ -14,25 +14,25 @@ from kvframe.jobs import Run
 from kvframe.report import console, figure_class, progress, save_figure, write_text
 
 REPORT = "report.html"
+WIDTH = 100  # columns of the table, where the terminal has as many
 
 
 def run(cfg: DictConfig, job: Run) -> int:
-    """Compares the lineup. Answers 1 when some of it had to be left out."""
+    """Compares the lineup. Answers 1 when some of it failed."""
     path = _results(cfg.out, job)
     figure = _figure() if path is not None else None
     from kvframe.comparison.compare import compare
-    from kvframe.comparison.summary import row_table
 
     try:
         results = compare(cfg, path=path, progress=progress)
     except KeyboardInterrupt:
         if path is not None and path.exists():
             so_far = json.loads(path.read_text(encoding="utf-8"))
-            console().print(row_table(so_far, so_far["rows"]))
+            _show(so_far)
             _write(path, so_far, figure)
             print("stopped: these are the results so far; resume=true goes on", file=sys.stderr)
         raise
-    console().print(row_table(results, results["rows"]))
+    _show(results)
     for row in results["rows"]:
         if row["note"]:
             print(f"note: {row['cache']}: {row['note']}", file=sys.stderr)
@@ -42,7 +42,16 @@ def run(cfg: DictConfig, job: Run) -> int:
         print(f"skipped: {name}: {reason}", file=sys.stderr)
     if path is not None:
         _write(path, results, figure)
-    return 1 if results["skipped"] else 0
+    failed = {candidate["name"] for candidate in results["candidates"]} & results["skipped"].keys()
+    return 1 if failed else 0  # presets that cannot be built here were not asked for by name
+
+
+def _show(results: dict[str, Any]) -> None:
+    from kvframe.comparison.summary import row_table
+
+    show = console()
+    width = min(WIDTH, show.width)
+    show.print(row_table(results, results["rows"], width), width=width)
 
 
 def _results(out: str | None, job: Run) -> Path | None:
@@ -51,7 +60,7 @@ def _results(out: str | None, job: Run) -> Path | None:
         return None
     if Path(out).suffix.lower() in (".json", ".csv", ".html"):
         raise ConfigError(f"out={out} names a file; the results of a comparison are several", fix="out=results/")
-    return job.out(str(Path(out) / "results.json"))
+    return job.out(str(Path(out) / "results.json"), example="results/")
 
 
 def _figure() -> Any:

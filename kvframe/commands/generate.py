@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvframe.commands.prompts import read_requests
 from kvframe.config import build, plain
-from kvframe.errors import RequestError
+from kvframe.errors import ConfigError, RequestError
 from kvframe.jobs import Run
 from kvframe.outputs import Event, RequestOutput
 from kvframe.report import console, human_bytes, human_seconds, table, versions, write_json
@@ -23,6 +23,9 @@ def run(cfg: DictConfig, job: Run) -> int:
     out = job.out(cfg.out)
     engine = build(cfg)
     from kvframe.memprofile import activations, profile
+
+    if not isinstance(cfg.profile, bool):
+        raise ConfigError(f"profile={cfg.profile!r} cannot be used", options=["true", "false"])
 
     alone = len(requests) == 1 and requests[0].sampling.n == 1
     with activations(engine.model) if cfg.profile else nullcontext() as seen:

@@ -13,6 +13,7 @@ from kvframe.fitting import Fitting, fit
 from kvframe.jobs import Run
 from kvframe.report import (
     console,
+    fitted,
     human_bytes,
     save_figure,
     table,
@@ -28,9 +29,10 @@ def run(cfg: DictConfig, job: Run) -> int:
     out, plot, figure = places(cfg, job)
     found = fit(cfg, curves=plot is not None)
     show = console()
-    for text, made in shown(found):
-        show.print(text, width=min(WIDTH, show.width))
-        show.print(made, width=min(WIDTH, show.width))
+    width = min(WIDTH, show.width)
+    for text, made in shown(found, width):
+        show.print(text, width=width)
+        show.print(made, width=width)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     for name, reason in found.skipped.items():
@@ -52,12 +54,12 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-def shown(found: Fitting) -> Iterator[tuple[str, Any]]:
-    """Each table under its heading."""
+def shown(found: Fitting, width: int = WIDTH) -> Iterator[tuple[str, Any]]:
+    """Each table, so wide at most, under its heading."""
     yield _about(found.model), model_table(found.model)
-    yield _asked(found), row_table(found)
+    yield _asked(found), row_table(found, width)
     if found.contexts:
-        yield f"by context, {_requests(found)}{_at_once(found)}", context_table(found)
+        yield f"by context, {_requests(found)}{_at_once(found)}", context_table(found, width)
 
 
 def _about(model: dict[str, Any]) -> str:
@@ -75,7 +77,7 @@ def _asked(found: Fitting) -> str:
     weights, reserve = human_bytes(found.model["weights_bytes"]), human_bytes(found.reserve_bytes)
     return (
         f"{text}\n{human_bytes(found.memory)} of memory = {weights} of weights + {reserve} of reserve + "
-        f"{human_bytes(found.kv_room_bytes)} for keys and values\n"
+        f"{human_bytes(max(found.kv_room_bytes, 0))} for keys and values\n"
         f"fit: requests that fit; longest: tokens that {_requests(found)} can have each, = is the longest allowed"
     )
 
@@ -109,17 +111,21 @@ def _attention(kind: dict[str, Any]) -> str:
     return kind["attention"] + latent + (f", factor {kind['group_factor']}" if kind["group_factor"] > 1 else "")
 
 
-def row_table(found: Fitting):
+DROPPED = ("KV/weights", "headroom", "B/token", "longest", "each")  # where it is too narrow
+
+
+def row_table(found: Fitting, width: int = WIDTH):
     """One line per cache."""
     columns = _size_columns(found) + (["fit", "longest", "headroom"] if found.memory is not None else [])
     cells = [[row["cache"], *_sizes(row)] for row in found.rows]
     if found.memory is not None:
         for line, row in zip(cells, found.rows):
             line += [f"{row['requests_that_fit']:,}", _longest(row), human_bytes(row["headroom_bytes"])]
-    return table(cells, ["cache", *columns], right=columns, whole=columns)
+    columns, cells = fitted(["cache", *columns], cells, width, "cache", DROPPED)
+    return table(cells, columns, right=columns[1:], whole=columns[1:])
 
 
-def context_table(found: Fitting):
+def context_table(found: Fitting, width: int = WIDTH):
     """One line per cache and context."""
     columns = ["context", *_size_columns(found), *(["fit"] if found.memory is not None else [])]
     cells, before = [], None
@@ -127,7 +133,8 @@ def context_table(found: Fitting):
         name, before = row["cache"] if row["cache"] != before else "", row["cache"]
         fitting = [f"{row['requests_that_fit']:,}"] if found.memory is not None else []
         cells.append([name, f"{row['context']:,}", *_sizes(row), *fitting])
-    return table(cells, ["cache", *columns], right=columns, whole=columns)
+    columns, cells = fitted(["cache", *columns], cells, width, "cache", DROPPED)
+    return table(cells, columns, right=columns[1:], whole=columns[1:])
 
 
 def _size_columns(found: Fitting) -> list[str]:

@@ -29,8 +29,9 @@ known is null, and so are NaN and infinities. Texts are in the words of a user.
                 packed_bytes (copies of weights in the form that this machine multiplies fastest; 0: none)
     workload    name (of its class), config (its keys), what (one sentence), rounds, requests, prompt_tokens,
                 output_tokens, longest (tokens of the longest request, prompt and output), digest (of all prompts)
-    settings    repeat, quality_tokens, text (of the quality), timeline ({prompt, output} in tokens, or null), max_len
-                (of the engines), clock ("wall", or "virtual": TTFT and ITL of caches are simulated then)
+    settings    repeat, quality_tokens (null: see conf/compare.yaml), text (of the quality), timeline ({prompt, output}
+                in tokens, or null), max_len (of the engines), clock ("wall", or "virtual": TTFT and ITL of caches are
+                simulated then)
     machine     cores, threads (of torch), memory_bytes, gpu (name or null)
     reference   name of the candidate that the others are held against
     candidates  a list, in the order of the table. Each:
@@ -51,7 +52,7 @@ known is null, and so are NaN and infinities. Texts are in the words of a user.
     quality     name -> kl_mean, kl_p99, kl_max (nats per token), top1, perplexity, positions (and whatever else
                 kvframe.evaluation says); {} when quality_tokens=0
     timeline    name -> columns of one request alone: tokens, and bytes reserved (blocks), used, tail (beside reserved);
-                lists of equal length, at most 256 points; a candidate that has no such thing is not in it
+                lists of equal length, at most 2,048 points; a candidate that has no such thing is not in it
     memory      name -> bytes, from the tensors that exist: weights and kv_allocated (dtype -> bytes), weight_copies (in
                 the form that this machine multiplies fastest), activations_peak in a step of activations_tokens tokens,
                 total; on CUDA allocator (its own counters); {} when profile=false, and not for baselines
@@ -74,7 +75,7 @@ The figures of a run, and of a row:
     kv_bytes_tail           bytes of full-precision tails of codecs that seal groups, beside reserved, mean over time
     kv_bytes_pool           bytes of the tensors that were allocated for all of it
     bytes_per_token         bytes of one token over all layers
-    utilization, waste      used / reserved, mean over time; and 1 - that
+    utilization, waste      live bytes / bytes of held blocks and tails, mean over time; and 1 - that
     hit_rate                prompt tokens that needed no compute / prompt tokens
     prompt_tokens, output_tokens, computed_tokens, cached_tokens, steps, requests, refused, preemptions, evictions,
     copies                  counts

@@ -113,6 +113,12 @@ def look(candidate: Candidate, model: Any, longest: int) -> Contender:
     """Builds a candidate, asks it what must be known before the work, and lets it go again."""
     if OmegaConf.select(candidate.cfg, GROUP) is not None:
         return _look_at_baseline(candidate, model, longest)
+    if longest > model.max_len and candidate.cfg.engine.max_len is None and not _unbounded(candidate, model, longest):
+        raise ConfigError(
+            f"the workload's longest request has {longest:,} tokens, prompt and output; {model.name} takes "
+            f"{model.max_len:,}",
+            fix="shorter prompts or outputs, or a model for longer texts",
+        )
     with running(sized(candidate, longest), model, warm=False) as engine:
         if engine.limit < longest:
             raise ConfigError(
@@ -120,7 +126,22 @@ def look(candidate: Candidate, model: Any, longest: int) -> Contender:
                 f"has {longest}",
                 fix="a smaller workload, or a larger engine.max_len, cache.memory or cache.num_blocks",
             )
-        return Contender(candidate, longest, None, bool(engine.cache.exact), engine.kernels())
+        notes = []
+        if candidate.cfg.engine.max_len is None and getattr(engine.cache, "block_size", 0) >= longest:
+            notes.append(
+                f"it reserves engine.max_len tokens for each request, here {longest:,}, the longest that comes; with "
+                "more it wastes more"
+            )
+        return Contender(candidate, longest, None, bool(engine.cache.exact), engine.kernels(), notes)
+
+
+def _unbounded(candidate: Candidate, model: Any, longest: int) -> bool:
+    """Does the cache take requests longer than the model was made for?"""
+    try:
+        with running(sized(candidate, longest), model, warm=False) as engine:
+            return engine.limit >= longest
+    except KVFrameError:
+        return False
 
 
 def _look_at_baseline(candidate: Candidate, model: Any, longest: int) -> Contender:

@@ -24,6 +24,7 @@ from kvframe.lineup import running
 from kvframe.workloads.workload import Facts
 from kvframe.workloads.workload import measure as size_of
 
+FEW = 256  # tokens of a text that show the losses of a codec; a window wants more
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -61,6 +62,9 @@ def compare(
     if store.before is not None:
         take_over(store.before, results, store.path)
     _Comparison(settings, workload, facts, size, model, found, results, store).run(progress or _silent)
+    if store.kept is not None:
+        results["notes"].append(f"{path} had results of another comparison, which lie in {store.kept.name} now")
+        store.write(results)
     return results
 
 
@@ -88,6 +92,9 @@ class _Comparison:
             self._memory()
             if quality is not None:
                 self._measure_quality(quality, advance)
+                if self._too_short(quality):
+                    self.results["quality"].clear()
+                    self._measure_quality(self._quality_of(self.size.longest), advance)
             for contender, repetition in todo:
                 if contender.name not in self.results["skipped"]:
                     self._run(contender, repetition, advance)
@@ -122,18 +129,28 @@ class _Comparison:
     def _quality(self) -> Quality | None:
         """The reference's text, when somebody has not been held against it yet."""
         known = self.results["quality"]
-        if not self.settings.quality_tokens or all(contender.name in known for contender in self.found):
+        if self.settings.quality_tokens == 0 or all(contender.name in known for contender in self.found):
             return None
+        measured = max((found["positions"] + 1 for found in known.values()), default=FEW)
+        return self._quality_of(self.settings.quality_tokens or measured)
+
+    def _quality_of(self, asked: int) -> Quality:
         limits = [contender.asked.cfg.engine.max_len for contender in self.found if contender.baseline is None]
-        limits += [self.model.max_len, self.settings.quality_tokens]
-        tokens = min(limit for limit in limits if limit is not None)
-        if tokens < self.settings.quality_tokens:
-            self._note(f"quality: {tokens} tokens instead of {self.settings.quality_tokens}, no longer text fits all")
+        tokens = min(limit for limit in (*limits, self.model.max_len, asked) if limit is not None)
+        if tokens < asked:
+            self._note(f"quality: {tokens} tokens instead of {asked}, no longer text fits all")
         return Quality(self.model, self.facts, self.settings.text, tokens)
+
+    def _too_short(self, quality: Quality) -> bool:
+        """Does a longer text tell more, when nobody chose its length?"""
+        known = self.results["quality"]
+        blind = [c for c in self.found if not c.exact and c.name in known and known[c.name]["kl_mean"] < NOTHING]
+        return bool(blind) and self.settings.quality_tokens is None and quality.positions + 1 < self.size.longest
 
     def _measure_quality(self, quality: Quality, advance: Callable[[int], None]) -> None:
         known = self.results["quality"]
-        reference = next(c for c in self.found if c.name == self.results["reference"])
+        exact = [c for c in self.found if c.baseline is None and c.exact]  # all have the same logits
+        reference = next((c for c in exact if c.name == self.results["reference"]), exact[0])
         order = [reference, *(c for c in self.found if c is not reference)]
         for contender in order:
             if contender is reference or contender.name not in known:

@@ -49,14 +49,15 @@ def headline(results: dict) -> list[str]:
     rows = results["rows"]
     told = []
     for key, sentence in (
-        ("output_tokens_per_s", "{} was the fastest: {} output tokens per second."),
-        ("kv_bytes_peak", "{} held the least KV memory: {} at most."),
-        ("kl_mean", "{} was the nearest to the exact cache of those that are not exact: KL {}."),
+        ("output_tokens_per_s", "{} the fastest: {} output tokens per second."),
+        ("kv_bytes_peak", "{} the smallest: {} of KV memory at most."),
+        ("kl_mean", "{} the nearest to the exact cache of those that are not exact: KL {}."),
     ):
         found = [row for row in rows if key in row["best"].split(",")]
         if found:
             value = written(key, found[0][key], results)
-            told.append(sentence.format(" and ".join(row["cache"] for row in found), value))
+            names = " and ".join(row["cache"] for row in found)
+            told.append(sentence.format(f"{names} {'was' if len(found) == 1 else 'were'}", value))
     beaten = [row["cache"] for row in rows if row["pareto"]]
     if beaten:
         told.append(f"On the Pareto front of KV peak, throughput and KL: {', '.join(beaten)}.")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvframe.comparison.summary import FRONT
+from kvframe.comparison.summary import FRONT, unseen
 
 FLOOR = 1e-6  # nats; below this a KL is rounding and is drawn at 0
 MIB = 2**20
@@ -77,6 +77,7 @@ def tradeoff(results: dict, figure_class):
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(_plain_number)
     axes.xaxis.set_minor_formatter(_plain_number)
+    axes.tick_params(axis="x", which="both", labelsize=8, pad=4)
     axes.margins(0.15, 0.18)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("KV peak, MiB (blocks that requests held, tails)")
@@ -102,9 +103,11 @@ def _label(axes, points: list[tuple[float, float, str]]) -> None:
             at -= 0.01 * top
         taken.append((at, left))
         shift = (-9 if left else 9, -3)
-        axes.annotate(
-            text, (x, at), textcoords="offset points", xytext=shift, fontsize=8, ha="right" if left else "left"
-        )
+        style = {"fontsize": 8, "ha": "right" if left else "left"}
+        note = axes.annotate(text, (x, at), textcoords="offset points", xytext=shift, **style)
+        if at != y:  # a line to the point that it belongs to
+            note.set_zorder(4)
+            axes.annotate("", (x, y), (x, at), arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.8})
 
 
 def timeline(results: dict, figure_class):
@@ -122,14 +125,14 @@ def timeline(results: dict, figure_class):
         held = [(a + b) / MIB for a, b in zip(line["reserved"], line["tail"])]
         waste = [100 * max(1 - u / r, 0) if r else 0.0 for r, u in zip(line["reserved"], line["used"])]
         above.plot(line["tokens"], held, style, color=colour, label=",\n".join(names), drawstyle="steps-post")
-        below.plot(line["tokens"], waste, style, color=colour, drawstyle="steps-post")
+        below.plot(line["tokens"], waste, style, color=colour)
     above.set_ylabel("MiB held (blocks and tails)")
     below.set_ylabel("waste, % of blocks held")
     below.set_ylim(0, 100)
     below.set_xlabel("tokens of the request")
     model = results["model"]
     above.set_title(f"One request alone, token by token\n{model['name']}, {model['dtype']}", fontsize=10)
-    above.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=7, ncols=2, loc="outside lower center")
     for axes in (above, below):
         axes.grid(alpha=0.3)
     return figure
@@ -160,18 +163,19 @@ def latency(results: dict, figure_class):
 
 def quality(results: dict, figure_class):
     """KL against bytes per token; squares are exact caches."""
-    rows = [row for row in results["rows"] if row["kl_mean"] is not None and row["bytes_per_token"]]
+    rows = [row for row in results["rows"] if row["kl_mean"] is not None and row["bytes_per_token"] and not unseen(row)]
     if not any(not row["exact"] for row in rows):
         return None
     figure = figure_class(figsize=(8.5, 5), layout="constrained")
     axes = figure.add_subplot()
-    groups: dict[tuple[float, float, bool], list[str]] = {}
+    groups: dict[tuple[float, float], list[str]] = {}
     for row in rows:
         kl = row["kl_mean"] if row["kl_mean"] > FLOOR and not row["exact"] else 0.0
-        groups.setdefault((row["bytes_per_token"] / 1024, kl, row["exact"]), []).append(row["cache"])
-    widest = max(x for x, _, _ in groups)
-    for (x, y, exact), names in groups.items():
-        axes.plot([x], [y], "s" if exact else "o", color="0.45" if exact else "C0")
+        point = row["bytes_per_token"] / 1024, kl
+        groups.setdefault(point, []).append(row["cache"])
+        axes.plot(*point, "s" if row["exact"] else "o", color="0.45" if row["exact"] else "C0")
+    widest = max(x for x, _ in groups)
+    for (x, y), names in groups.items():
         left = x > widest / 2
         text = "\n".join(_short(name) for name in names)
         shift, side = (-7 if left else 7, 3), "right" if left else "left"
@@ -180,12 +184,12 @@ def quality(results: dict, figure_class):
     axes.plot([], [], "o", color="C0", label="not exact")
     axes.legend(fontsize=8, loc="upper right")
     axes.set_yscale("symlog", linthresh=1e-5)
-    axes.set_ylim(-2e-6, 5 * max([y for _, y, _ in groups] + [1e-5]))
+    axes.set_ylim(-2e-6, 5 * max([y for _, y in groups] + [1e-5]))
     axes.set_xlim(0, 1.15 * widest)
     axes.set_xlabel("KiB per token, all layers")
     axes.set_ylabel("KL to the exact cache, nats per token")
-    positions = results["settings"]["quality_tokens"]
-    axes.set_title(f"Quality against bytes\n{results['model']['name']}, {positions} tokens of text", fontsize=10)
+    positions = max(found["positions"] for found in results["quality"].values())
+    axes.set_title(f"Quality against bytes\n{results['model']['name']}, {positions:,} tokens of text", fontsize=10)
     axes.grid(alpha=0.3)
     return figure
 

@@ -16,7 +16,7 @@ class Settings:
     """See conf/compare.yaml. `timeline`: (prompt, output) tokens, or None."""
 
     repeat: int
-    quality_tokens: int
+    quality_tokens: int | None
     text: str
     timeline: tuple[int, int] | None
     profile: bool
@@ -27,11 +27,11 @@ class Settings:
         """The settings of a config. ConfigError names the key, the value and what is valid."""
         _check(_integer(cfg.repeat, 1), "repeat", cfg.repeat, "an integer >= 1")
         tokens = cfg.quality_tokens
-        fine = _integer(tokens, 0) and tokens != 1
-        _check(fine, "quality_tokens", tokens, "0: none", "an integer >= 2")
+        fine = tokens is None or _integer(tokens, 0) and tokens != 1
+        _check(fine, "quality_tokens", tokens, "null: as many as show a difference", "0: none", "an integer >= 2")
         for key in ("profile", "resume"):
             _check(isinstance(cfg[key], bool), key, cfg[key], "true", "false")
-        if tokens:
+        if tokens != 0:
             texts.read(str(cfg.text))
         return cls(cfg.repeat, tokens, str(cfg.text), _timeline(cfg.timeline), cfg.profile, cfg.resume)
 

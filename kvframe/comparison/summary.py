@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvframe.comparison.quality import token_match
-from kvframe.report import human_bytes, human_seconds, table
+from kvframe.report import fitted, human_bytes, human_seconds, table
 
 FRONT = "◆"
 NOTHING = 1e-9  # nats; a KL below it is rounding
+SAME = 0.005  # figures that differ by less are one
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ COLUMNS = {
     "kv_bytes_tail": Column("KV tails", "bytes", None, False, "bytes of full-precision tails, mean over time"),
     "kv_bytes_pool": Column("KV pool", "bytes", None, False, "bytes of the tensors that were allocated"),
     "bytes_per_token": Column("B/token", "bytes", "min", False, "bytes of one token over all layers"),
-    "utilization": Column("used", "share", "max", False, "used / reserved, mean over time"),
-    "waste": Column("waste", "share", "min", False, "1 - used / reserved, mean over time"),
+    "utilization": Column("used", "share", "max", False, "live bytes / bytes of held blocks and tails, mean over time"),
+    "waste": Column("waste", "share", "min", False, "1 - used, mean over time"),
     "hit_rate": Column("hits", "share", "max", False, "prompt tokens that needed no compute"),
     "prompt_tokens": Column("prompt tokens", "tokens", None, False, "of all requests"),
     "output_tokens": Column("output tokens", "tokens", None, False, "of all requests"),
@@ -110,29 +111,52 @@ def best(key: str, among: Sequence[dict]) -> list[dict]:
     column = COLUMNS[key]
     if column.best is None:
         return []
-    if key in OF_QUALITY:  # a text too short to show what is lost is no merit
-        among = [row for row in among if not row["exact"] and (row["kl_mean"] is None or row["kl_mean"] >= NOTHING)]
+    if key in OF_QUALITY:
+        among = [row for row in among if not row["exact"] and not unseen(row)]
     if key in ("kv_bytes_peak", "kv_bytes_reserved"):
         among = [row for row in among if row["kv_bytes_peak"]]
     known = [row[key] for row in among if row[key] is not None]
-    if len(set(known)) < 2:
+    if not known:
         return []
     top = min(known) if column.best == "min" else max(known)
-    return [row for row in among if row[key] == top]
+    tops = [row for row in among if row[key] is not None and (row[key] == top or _near(key, row, top, among))]
+    return tops if len(tops) < len(known) else []
+
+
+def _near(key: str, row: dict, top: float, among: Sequence[dict]) -> bool:
+    """Is the figure the best one as far as the runs can tell?"""
+    if f"{key}_min" not in row or row["runs"] < 2:
+        return abs(row[key] - top) <= SAME * abs(top)
+    return any(
+        other[key] == top and row[f"{key}_min"] <= other[f"{key}_max"] and other[f"{key}_min"] <= row[f"{key}_max"]
+        for other in among
+    )
+
+
+def unseen(row: dict) -> bool:
+    """Was a cache that is not exact held against a text too short to show what it loses?"""
+    return not row["exact"] and row["kl_mean"] is not None and row["kl_mean"] < NOTHING
 
 
 def front(among: Sequence[dict]) -> list[dict]:
     """The rows that no other beats: as good in KV peak, tokens/s and KL, and better in one. Exact caches have no KL:
-    what is measured of them is rounding. Where KL was not measured, the first two decide."""
-    points = {id(row): _costs(row) for row in among}
+    what is measured of them is rounding. One that is not exact and whose KL is not known is not on it; where nobody's
+    is, the first two decide."""
+    judged = judges_quality(among)
+    points = {id(row): _costs(row, judged) for row in among}
     known = [row for row in among if None not in points[id(row)]]
     beats = lambda a, b: all(x <= y for x, y in zip(a, b)) and a != b
     return [row for row in known if not any(beats(points[id(other)], points[id(row)]) for other in known)]
 
 
-def _costs(row: dict) -> tuple[float | None, ...]:
-    speed, memory, kl = row["output_tokens_per_s"], row["kv_bytes_peak"], row["kl_mean"]
-    return memory, None if speed is None else -speed, 0.0 if row["exact"] or kl is None else kl
+def judges_quality(among: Sequence[dict]) -> bool:
+    """Does the front look at KL? Where it was measured of anyone who is not exact."""
+    return any(not row["exact"] and row["kl_mean"] is not None for row in among)
+
+
+def _costs(row: dict, judged: bool) -> tuple[float | None, ...]:
+    speed, kl = row["output_tokens_per_s"], 0.0 if row["exact"] or not judged else row["kl_mean"]
+    return row["kv_bytes_peak"], None if speed is None else -speed, None if judged and unseen(row) else kl
 
 
 # -- the table -----------------------------------------------------------------------------------------------
@@ -149,40 +173,52 @@ SHOWN = (
 )
 
 
-def row_table(results: dict[str, Any], found: Sequence[dict]):
-    """One line per candidate, in 100 columns. All else is in the files."""
-    most = max((row["runs"] for row in found), default=0)
-    spread = most > 1
+DROPPED = ("bytes_per_token", "hit_rate", "waste", "ttft_s_p50", "itl_s_p50", "kl_mean")  # where it is too narrow
+
+
+def row_table(results: dict[str, Any], found: Sequence[dict], width: int = 100):
+    """One line per candidate, in so many columns. All else is in the files."""
+    runs = sorted({row["runs"] for row in found}) or [0]
     cells = []
     for row in found:
         name = f"{row['cache']} (reference)" if row["reference"] and "(reference)" not in row["cache"] else row["cache"]
-        marked = [_cell(key, row, spread) + ("*" if key in row["best"].split(",") else " ") for key in SHOWN]
-        cells.append([name, *marked, FRONT if row["pareto"] else ""])
+        marked = [_cell(key, row) + ("*" if key in row["best"].split(",") else " ") for key in SHOWN]
+        cells.append([FRONT if row["pareto"] else "", name, *marked])
     names = [COLUMNS[key].title for key in SHOWN]
-    model, work = results["model"], results["workload"]
+    model, work, threads = results["model"], results["workload"], results["machine"]["threads"]
     title = (
-        f"{model['name']}, {model['dtype']}, {results['machine']['threads']} threads; {work['what']}; "
-        f"{work['prompt_tokens']:,} + {work['output_tokens']:,} tokens; median of {most}"
+        f"{model['name']}, {model['dtype']}, {threads} thread{'s' if threads > 1 else ''}; {work['what']}; "
+        f"{work['prompt_tokens']:,} + {work['output_tokens']:,} tokens; median of {_span(runs)}"
     )
+    if results["settings"]["clock"] == "virtual":
+        title += "; TTFT and ITL are simulated (engine.clock=virtual)"
+    of = "KV peak, tok/s and KL" if judges_quality(found) else "KV peak and tok/s (quality was not measured)"
     caption = (
-        f"* best of a column (KL: of caches that are not exact); {FRONT} Pareto front: no other is as good in KV peak, "
-        "tok/s and KL and better in one."
+        f"* best of a column (KL: of caches that are not exact); {FRONT} Pareto front: no other is as good in {of} and "
+        "better in one."
     )
-    if spread:
+    if runs[-1] > 1:
         caption += " ± is half of max - min."
-    made = table(cells, ["cache", *names, FRONT], title=title, right=names, whole=names)
-    made.caption, made.caption_justify = caption, "left"
-    made.padding = (0, 1, 0, 0)
+    if any(unseen(row) for row in found):
+        caption += " KL short: the text was too short to show what the cache loses."
+    columns = [FRONT, "cache", *names]
+    columns, cells = fitted(columns, cells, width, "cache", [COLUMNS[key].title for key in DROPPED], gap=1)
+    made = table(cells, columns, title=title, right=names, whole=[FRONT, *names])
+    made.caption, made.caption_justify, made.padding, made.width = caption, "left", (0, 1, 0, 0), None
     return made
 
 
-def _cell(key: str, row: dict, spread: bool) -> str:
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _cell(key: str, row: dict) -> str:
     value = row[key]
     if value is None:
         return "-"
     if key == "output_tokens_per_s":
         half = (row[f"{key}_max"] - row[f"{key}_min"]) / 2
-        return f"{value:,.1f} ±{half:,.1f}" if spread else f"{value:,.1f}"
+        return f"{value:,.1f} ±{half:,.1f}" if row["runs"] > 1 else f"{value:,.1f}"
     if key.endswith("_s_p50"):
         return human_seconds(value)
     if key == "kv_bytes_peak":
@@ -190,5 +226,5 @@ def _cell(key: str, row: dict, spread: bool) -> str:
     if key == "bytes_per_token":
         return f"{value:,.0f}"
     if key == "kl_mean":
-        return f"{value:.1e}" if value else "0"
+        return "short" if unseen(row) else f"{value:.1e}" if value else "0"
     return f"{value:.1%}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvframe.evaluation.teacher import Text
 
-POINTS = 256
+POINTS = 2048  # of a line; the default has fewer
 CHUNK = 64  # tokens of the prompt in one step
 
 

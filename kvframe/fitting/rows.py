@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from kvframe.fitting import subject
 from kvframe.fitting.holding import Holding, largest
 from kvframe.fitting.settings import Settings
 from kvframe.lineup import PRESETS, Candidate, error_of, lineup, own_overrides
+from kvframe.report import human_bytes
 
 COMMAND = "plan"
 FAR = 1 << 20  # tokens; how far is looked where neither the model nor the engine names an end
@@ -100,11 +102,34 @@ def fit(
         if curves:
             found.curves[candidate.name] = asked.curve()
     if not found.rows:
-        reasons = "; ".join(dict.fromkeys(found.skipped.values()))
-        raise ConfigError(f"none of the presets can be used: {reasons}", fix="caches=[NAME]")
+        often = Counter(found.skipped.values()).most_common()
+        shared, n = often[0]
+        if n > 1:  # what most of them have in common is what the user can do something about
+            raise ConfigError(f"no preset can be used: {shared}")
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in found.skipped.items())
+        raise ConfigError(f"no preset can be used:\n{reasons}", fix="caches=[NAME]")
+    _note_layouts(found)
     if room is not None and room <= 0:
         found.notes.append("the weights and the reserve alone are more than the memory")
     return found
+
+
+def _note_layouts(found: Fitting) -> None:
+    """What the columns of the tables do not say."""
+    rows = found.rows
+    longer = {row["cache"]: row["prefill_bytes"] for row in rows if row["prefill_bytes"]}
+    if longer:
+        sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in longer.items())
+        found.notes.append(
+            f"while a prompt is computed one request at a time holds more than `each`, a step of "
+            f"engine.max_step_tokens beside its window ({sizes}); `fit` and headroom count it"
+        )
+    large = [row["cache"] for row in rows if found.memory is not None and row["null_bytes"] >= row["bytes_per_request"]]
+    if large:
+        found.notes.append(
+            f"{', '.join(large)}: one more block, which no request gets, is as large as a request; `fit` and headroom "
+            "count it"
+        )
 
 
 def _chosen(own: list[str]) -> list[str] | None:
@@ -194,6 +219,8 @@ class _Asked:
             "block_size": cache.block_size,
             "max_len": holding.max_len,
             "fixed_bytes": holding.fixed_bytes(context),
+            "null_bytes": holding.null_bytes,
+            "prefill_bytes": holding.fixed_bytes(context) - holding.null_bytes,
             "kv_room_bytes": self.room,
             "requests_that_fit": None,
             "longest_context": None,

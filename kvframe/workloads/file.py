@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from kvframe.errors import ConfigError
+from kvframe.errors import ConfigError, OptionError
 from kvframe.promptfile import as_chat, read_file, with_ids
 from kvframe.types import Request, SamplingParams
 from kvframe.workloads.drawing import count
@@ -21,7 +21,9 @@ class File(Workload):
     """
 
     def __init__(self, path: str, output: int = 64, requests: int | None = None, chat: bool = False):
-        self.path, self.output, self.chat = str(path), count("output", output), bool(chat)
+        self.path, self.output, self.chat = str(path), count("output", output), chat
+        if not isinstance(chat, bool):
+            raise OptionError("chat", chat, options=["true", "false"])
         most = None if requests is None else count("requests", requests)
         params = SamplingParams(max_new_tokens=output, ignore_eos=True)
         self.requests = with_ids(list(read_file(self.path, params, "workload.path"))[:most])

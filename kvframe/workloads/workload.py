@@ -87,12 +87,24 @@ class Size:
     digest: str
 
 
+def _check_ids(request: Request, facts: Facts) -> None:
+    ids = np.asarray(request.prompt_tokens)
+    outside = ids[(ids < 0) | (ids >= facts.vocab_size)]
+    if len(outside):
+        raise ConfigError(
+            f"workload: request {request.id!r} has the token id {outside[0]}, which the model does not have",
+            options=[f"0 to {facts.vocab_size - 1}"],
+        )
+
+
 def measure(workload: Workload, facts: Facts) -> Size:
     """Plays a workload with answers of the right length, without a model. ConfigError: it has no requests."""
     seen: list[Request] = []
     digest, rounds = hashlib.sha256(), 0
 
     def answer(requests: list[Request]) -> list[RequestOutput]:
+        for request in requests:
+            _check_ids(request, facts)
         nonlocal rounds
         rounds += 1
         seen.extend(requests)
