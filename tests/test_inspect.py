@@ -73,7 +73,7 @@ def test_the_index_is_shown_as_it_is(shared):
     assert [node["tokens"] for node in rest] == [SHARED[20:].tolist()]
     assert sum(node["parent"] == tree.index(rest[0]) for node in tree) == 3
     shown = list(tree_lines(tree, lambda ids: " ".join(map(str, ids))))
-    assert len(shown) == len(tree) and shown[0].startswith("0..20 ") and shown[1].startswith("  20..22")
+    assert len(shown) == len(tree) and shown[0].startswith("0-19 ") and shown[1].startswith("  20-21")
 
 
 def test_a_window_drops_what_it_will_not_read():
@@ -116,7 +116,7 @@ def test_the_command_prints_steps_and_writes_page_and_record(tmp_path, monkeypat
     prompts.write_text('{"prompt_tokens": [1, 2, 3, 4, 5, 6, 7]}\n{"prompt_tokens": [1, 2, 3, 4, 5, 9]}\n')
     assert main([*command, f"prompts={prompts}", "steps=1", "out=a.html"]) == 0
     shown, said = capsys.readouterr()
-    assert "step 0: 7 tokens" in shown and "step 1:" not in shown and "0..4" in shown
+    assert "step 0: 7 tokens" in shown and "step 1:" not in shown and "block 1 whole, block 2 slots 0-2" in shown
     assert "more steps" in said and "<title>" in (tmp_path / "a.html").read_text()
     assert main([*command, f"prompts={prompts}", "out=a.json"]) == 0
     found = json.loads((tmp_path / "a.json").read_text())

@@ -53,9 +53,29 @@ def _table(step, request, g: int, group) -> Iterator[str]:
     head = f"  {request['id']}, {_group(step, g)}"
     for at in range(0, len(cells), WIDE):
         yield f"{head if at == 0 else ' ' * len(head)}  [{' '.join(cells[at : at + WIDE])}]"
-    read = " ".join(f"{a}..{b}" for a, b in group["read"])
-    wrote = ", ".join(f"block {block} slots {at}..{at + n}" for block, at, n in group["wrote"])
-    yield f"{' ' * 4}read {read} ({human_bytes(group['read_bytes'])}); wrote {wrote}"
+    read = ", ".join(_span(a, b - 1) for a, b in group["read"])
+    size = step["pools"][g]["block_size"] if g < len(step["pools"]) else 0
+    yield f"{' ' * 4}read {read} ({human_bytes(group['read_bytes'])}); wrote {_wrote(group['wrote'], size)}"
+
+
+def _wrote(runs: list[list[int]], size: int) -> str:
+    """`block 7 slots 12-15, blocks 8-20 whole`: neighbouring blocks that were written from end to end are one."""
+    told: list[list[int]] = []  # first block, last block, first slot, slots
+    for block, at, n in runs:
+        if told and n == told[-1][3] == size and block == told[-1][1] + 1:
+            told[-1][1] = block
+        else:
+            told.append([block, block, at, n])
+    return ", ".join(
+        f"block{'s' if last > first else ''} {_span(first, last)} "
+        + ("whole" if n == size else f"slot{'s' if n > 1 else ''} {_span(at, at + n - 1)}")
+        for first, last, at, n in told
+    )
+
+
+def _span(first: int, last: int) -> str:
+    """Both ends are in it."""
+    return f"{first}-{last}" if last > first else f"{first}"
 
 
 def tree_lines(tree: list[dict[str, Any]], decode: Callable[[list[int]], str]) -> Iterator[str]:
@@ -70,8 +90,8 @@ def tree_lines(tree: list[dict[str, Any]], decode: Callable[[list[int]], str]) -
         text = decode(node["tokens"])
         text = text if len(text) <= 48 else f"{text[:30]} ... {text[-13:]}"
         salt = f" salt {node['salt']!r}" if node["parent"] is None and node["salt"] else ""
-        stop = node["start"] + len(node["tokens"])
-        yield f"{'  ' * depth[-1]}{node['start']}..{stop} {text!r}{salt}  blocks {blocks}"
+        span = _span(node["start"], node["start"] + len(node["tokens"]) - 1)
+        yield f"{'  ' * depth[-1]}{span} {text!r}{salt}  blocks {blocks}"
 
 
 def _group(step: dict[str, Any], g: int) -> str:
