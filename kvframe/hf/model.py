@@ -94,7 +94,7 @@ class HFModel:
         """Makes the copies of `pack_weights` again, where there are any."""
         if self.packed_bytes is not None:
             linear.unpack(self.module)
-            self.packed_bytes = linear.pack(self.module)
+            self.packed_bytes = linear.pack(self.module, self._alone)
 
     def pack_weights(self) -> int:
         """Lets linear layers keep copies of their weights that this machine multiplies faster; see kvframe.hf.linear.
@@ -102,7 +102,7 @@ class HFModel:
         Answers the bytes of the copies. A second call changes nothing.
         """
         if self.packed_bytes is None:
-            self.packed_bytes = linear.pack(self.module)
+            self.packed_bytes = linear.pack(self.module, self._alone)
         return self.packed_bytes
 
     def compile(self, **options: Any) -> None:
@@ -162,6 +162,11 @@ class HFModel:
         if keep is not None and not self._keeps:
             logits = logits[keep]
         return logits.float()
+
+    def _alone(self) -> None:
+        """A forward without a cache, as transformers computes it."""
+        with seam.implementation(self.module, "eager"):
+            self._few_at(0)
 
     def _dry_forward(self) -> None:
         self._few_at(0)

@@ -1,16 +1,19 @@
-"""Attention as one operation that torch.compile does not look into.
+"""Attention and packed products as operations that torch.compile does not look into.
 
 `engine.compile=true` traces the model's forward. What a cache does in a step (plans, tables, compiled kernels) is no
 business of a graph, so there each layer's attention is one call of the operator `kvframe::attend`, which finds the
 running step by a number. It writes keys and values into pools that the graph does not know; what keeps the order is
-that each layer's q, k and v come from the output of the layer before, and that the output is always used.
+that each layer's q, k and v come from the output of the layer before, and that the output is always used. Products of
+linear layers (see kvframe.hf.linear) are calls of `kvframe::multiply`, for the same reason.
 
 Shape legend: T tokens of a flat step, Hq/Hkv query/KV heads, Dk/Dv key/value size.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -42,3 +45,31 @@ def attend(
 @attend.register_fake
 def _(q, k, v, layer, running, v_dim):
     return q.new_empty(1, q.shape[2], q.shape[1], v_dim)
+
+
+_count = itertools.count(1)
+_PRODUCTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> multiply
+
+
+class Product:
+    """A product `x [..., I]` -> `[..., S]` that a graph takes as one operation, and everybody else as it is."""
+
+    def __init__(self, multiply: Callable[[torch.Tensor], torch.Tensor], outputs: int):
+        self.multiply, self.outputs, self.number = multiply, outputs, next(_count)
+        _PRODUCTS[self.number] = self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return multiply(x, self.number, self.outputs)
+        return self.multiply(x)
+
+
+@torch.library.custom_op("kvframe::multiply", mutates_args=())
+def multiply(x: torch.Tensor, number: int, outputs: int) -> torch.Tensor:
+    """`x [..., I]` -> `[..., outputs]` by the product of this number."""
+    return _PRODUCTS[number].multiply(x)
+
+
+@multiply.register_fake
+def _(x, number, outputs):
+    return x.new_empty(*x.shape[:-1], outputs)

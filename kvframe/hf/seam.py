@@ -81,7 +81,7 @@ def attention(module, query, key, value, attention_mask=None, **kwargs):
 def _nobody(module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__} attends through kvframe (attn_implementation={NAME!r}), and nothing of kvframe runs",
-        fix='past_key_values=KVFrameCache(model, "paged"), or model.set_attn_implementation("sdpa")',
+        fix='past_key_values=KVFrameCache(model), or model.set_attn_implementation("sdpa")',
     )
 
 

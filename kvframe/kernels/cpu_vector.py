@@ -124,8 +124,14 @@ def load(context, p, i):
 
 @intrinsic
 def put(context, p, i, value):
-    """`p[i] = value`, a number."""
-    return types.none(p, i64, p.dtype), code(lambda b, p, i, x: _do(b.store(x, b.gep(p, [i]))))
+    """`p[i] = value`, a number; float32 is rounded to bf16."""
+    item = p.dtype
+    wanted = f32 if item is BF16 else item
+
+    def build(b, p, i, x):
+        b.store(_narrow(b, item, x, I32, ir.IntType(16)), b.gep(p, [i]))
+
+    return types.none(p, i64, wanted), code(build)
 
 
 @intrinsic
@@ -242,10 +248,6 @@ def copy_bytes(context, target, source, n):
         cgutils.raw_memcpy(b, b.inttoptr(target, byte), b.inttoptr(source, byte), n, 1)
 
     return types.none(i64, i64, i64), code(build)
-
-
-def _do(instruction):
-    """Nothing comes back from a store."""
 
 
 # ---------------------------------------------------------------- arithmetic

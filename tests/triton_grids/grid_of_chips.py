@@ -80,13 +80,15 @@ GRID = {
     and (kernel != "careful" or codec in ("none", "e4m3"))
 }
 for chip in SHARED:
-    for codec in ("none", "int8", "e4m3"):
-        for kernel in FAST:
-            GRID[chip, "bfloat16", codec, "llama", kernel] = ()
-    GRID[chip, "float16", "e5m2", "odd", "decode"] = GRID[chip, "bfloat16", "none", "wide", "decode"] = ()
-    GRID[chip, "bfloat16", "e4m3", "wide", "decode"] = GRID[chip, "bfloat16", "two", "turned", "decode"] = ()
-    GRID[chip, "float32", "none", "mla", "decode"] = ()
-    GRID[chip, "bfloat16", "none", "llama", "prefill"] = GRID[chip, "bfloat16", "int8", "odd", "prefill"] = ()
+    for kernel in FAST:
+        GRID[chip, "bfloat16", "e4m3", "llama", kernel] = ()
+    GRID[chip, "bfloat16", "none", "llama", "decode"] = GRID[chip, "bfloat16", "none", "llama", "prefill"] = ()
+for codec in ("none", "int8"):
+    for kernel in FAST:
+        GRID[90, "bfloat16", codec, "llama", kernel] = ()
+GRID[90, "float16", "e5m2", "odd", "decode"] = GRID[90, "bfloat16", "none", "wide", "decode"] = ()
+GRID[90, "bfloat16", "two", "turned", "decode"] = GRID[90, "float32", "none", "mla", "decode"] = ()
+GRID[90, "bfloat16", "int8", "odd", "prefill"] = ()
 
 
 CASES = [pytest.param(*key, marks=mark) for key, mark in GRID.items()]

@@ -57,7 +57,7 @@ def cases(n: int, seed: int) -> list[dict]:
     return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
-DAILY, NIGHTLY = cases(20, 0), cases(300, 1)
+DAILY, NIGHTLY = cases(12, 0), cases(300, 1)
 GRID = [*DAILY, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY)]
 
 

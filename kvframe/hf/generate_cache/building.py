@@ -1,7 +1,7 @@
 """A composition and a model -> a cache for `generate`, and what has to be refused.
 
-A composition is what the command line takes: `"radix"`, `"cache=radix cache/codec=int8"`, a list of such overrides, or
-a composed config.
+A composition is what the command line takes: `"PRESET"`, `"cache=PRESET cache/codec=CODEC"`, a list of such overrides,
+or a composed config.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def composed(composition: Any, model: HFModel, max_len, max_batch: int, prefill_
     if OmegaConf.is_config(composition):
         cfg = composition.copy()
         if missing := [key for key in ("cache", "engine", "kernel") if key not in cfg]:
-            raise ConfigError(f"the config has no {missing[0]!r}", fix='compose(["cache=paged"])')
+            raise ConfigError(f"the config has no {missing[0]!r}", fix='compose(["cache=PRESET"])')
     else:
         words = shlex.split(composition) if isinstance(composition, str) else composition
         if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
             raise ConfigError(
                 f"composition={composition!r} cannot be used",
-                options=['"paged"', '"cache=radix cache/codec=int8"', "a list of overrides", "a composed config"],
+                options=['"PRESET"', '"cache=PRESET cache/codec=CODEC"', "a list of overrides", "a composed config"],
             )
         cfg = compose([word if "=" in word else f"cache={word}" for word in words])
     for name, value in (("max_len", max_len), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
