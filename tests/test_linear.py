@@ -27,7 +27,7 @@ def exact(part, x):
     return nn.functional.linear(x.float(), part.weight.float(), bias)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 33])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 13, 33])
 def test_packed_layers_round_an_fp32_product_once(slow_bf16, rows):
     module = model()
     x = torch.randn(1, rows, 16).bfloat16()
@@ -104,3 +104,14 @@ def test_copies_that_would_take_too_much_memory_are_not_made(slow_bf16, monkeypa
     module = model()
     assert linear.pack(module) == 0 and "forward" not in module[0].__dict__
     assert "stay as they are" in caplog.text
+
+
+def test_a_bf16_model_computes_prompts_in_chunks_that_want_no_logits(slow_bf16):
+    from kvframe.config import build_engine, compose
+    from kvframe.types import Request, SamplingParams
+
+    cfg = compose(["model=random", "model.dtype=bfloat16", "cache.memory=4MiB", "engine.max_step_tokens=7"])
+    engine = build_engine(cfg, random_model("tiny", "bfloat16"))
+    sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    outputs = engine.generate([Request(prompt_tokens=list(range(3, 3 + n)), sampling=sampling) for n in (30, 9, 1)])
+    assert engine.packed_bytes and [len(output.output_tokens) for output in outputs] == [3, 3, 3]

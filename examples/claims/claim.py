@@ -101,6 +101,8 @@ def decode_step(engine, requests: list) -> float:
     while True:
         began = time.perf_counter()
         if next(steps, None) is None:
+            if not times:
+                raise SystemExit(f"no step decoded all {len(requests)} requests together: more --tokens")
             return median(times)
         if engine.meter.computed - computed == len(requests):
             times.append(time.perf_counter() - began)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.hf import linear, seam
+from kvframe.hf import packing, seam
 
 
 @contextmanager
@@ -18,10 +18,10 @@ def plain(model: Any, pack_weights: bool = False) -> Iterator[nn.Module]:
 
     Args:
         pack_weights: leave the linear layers the copies of their weights that kvframe gave them, where it did (see
-            kvframe.hf.linear); False: as transformers would multiply.
+            kvframe.hf.packing); False: as transformers would multiply.
     """
     module = model.module
-    with nullcontext() if pack_weights else linear.unpacked(module):
+    with nullcontext() if pack_weights else packing.unpacked(module):
         with seam.implementation(module, attention(module)):
             yield module
 

@@ -17,8 +17,7 @@ Shape legend: M rows, I input size, O output size of a layer, S of all layers of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -125,15 +124,3 @@ def unpack(module: nn.Module) -> None:
         if type(part) is nn.Linear:
             part.__dict__.pop("forward", None)
 
-
-@contextmanager
-def unpacked(module: nn.Module) -> Iterator[None]:
-    """Inside the block linear layers multiply as torch does; afterwards as they did before."""
-    layers = [part for part in module.modules() if type(part) is nn.Linear]
-    before = [(part, vars(part)["forward"]) for part in layers if "forward" in vars(part)]
-    unpack(module)
-    try:
-        yield
-    finally:
-        for part, forward in before:
-            part.forward = forward

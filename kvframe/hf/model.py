@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import UnsupportedModelError
-from kvframe.hf import linear, opaque, past, positions, rotary, seam, turning
+from kvframe.hf import opaque, packing, past, positions, rotary, seam, turning
 from kvframe.hf.probe import probe
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
@@ -93,16 +93,17 @@ class HFModel:
     def weights_changed(self) -> None:
         """Makes the copies of `pack_weights` again, where there are any."""
         if self.packed_bytes is not None:
-            linear.unpack(self.module)
-            self.packed_bytes = linear.pack(self.module, self._alone)
+            packing.unpack(self.module)
+            self.packed_bytes = packing.pack(self.module, self._alone)
 
     def pack_weights(self) -> int:
-        """Lets linear layers keep copies of their weights that this machine multiplies faster; see kvframe.hf.linear.
+        """Lets linear layers keep copies of their weights that this machine multiplies faster, and norms run in one
+        pass; see kvframe.hf.packing.
 
         Answers the bytes of the copies. A second call changes nothing.
         """
         if self.packed_bytes is None:
-            self.packed_bytes = linear.pack(self.module, self._alone)
+            self.packed_bytes = packing.pack(self.module, self._alone)
         return self.packed_bytes
 
     def compile(self, **options: Any) -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from numba import cfunc, njit
 
-from kvframe.kernels import cpu_bits, cpu_encode, cpu_linear, cpu_rows, cpu_vector
+from kvframe.kernels import cpu_bits, cpu_encode, cpu_linear, cpu_norm, cpu_rows, cpu_vector
 from kvframe.kernels.cpu_rows import LEAF, TILE, add_to, multiply, scores_of
 from kvframe.kernels.cpu_vector import (
     LOG2E,
@@ -277,17 +277,19 @@ def scatter_function(stamp: int):
 
 def compiled(*name: str):
     """A C callback, from the disk cache or compiled: `("scatter",)` and `("encode", ...)` store, `("linear", ...)`
-    multiplies, the arguments of `attend_function` attend.
+    multiplies, `("norm",)` is a norm, the arguments of `attend_function` attend.
 
     numba keeps its cache beside this file, or in NUMBA_CACHE_DIR or the user's cache folder when that is read-only.
     """
     stamp = 0  # numba watches the time of the file of a function only
-    for module in (cpu_bits, cpu_vector, cpu_rows, cpu_encode, cpu_linear):
+    for module in (cpu_bits, cpu_vector, cpu_rows, cpu_encode, cpu_linear, cpu_norm):
         stamp = zlib.crc32(Path(module.__file__).read_bytes(), stamp)
     if name[0] == "scatter":
         function = scatter_function(stamp)
     elif name[0] == "linear":
         function = cpu_linear.linear_function(*name[1:], stamp)
+    elif name[0] == "norm":
+        function = cpu_norm.norm_function(stamp)
     elif name[0] == "encode":
         function = cpu_encode.encode_function(*name[1:], stamp)
     else:
