@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvframe.comparison.baselines import PAD, WARM, Advance, Baseline, check_counts
 from kvframe.comparison.plain import plain
 from kvframe.comparison.watch import Watch
-from kvframe.errors import CapacityError, KVFrameError
+from kvframe.errors import CapacityError, ConfigError, KVFrameError
 from kvframe.outputs import RequestOutput
 from kvframe.types import Request
 
@@ -54,13 +56,23 @@ class Continuous(Baseline):
             plain(model, self.pack_weights) as module,
             module.continuous_batching_context_manager(
                 generation_config=generation,
-                continuous_batching_config=ContinuousBatchingConfig(**self.sizes),
+                continuous_batching_config=_config(self.sizes),
                 block=True,
                 timeout=STOP,
                 warmup=False,
             ) as manager,
         ):
             yield Player(manager, self.requests, advance)
+
+
+def _config(sizes: dict[str, Any]) -> ContinuousBatchingConfig:
+    """ConfigError: this version of transformers keeps its pages in another way, and they could not be looked at."""
+    if "page_size" not in inspect.signature(ContinuousBatchingConfig.__init__).parameters:
+        raise ConfigError(
+            f"hf_continuous cannot look at the pages of transformers {transformers.__version__}",
+            fix="pip install --upgrade transformers (5.24 is known to do), or leave it out of caches",
+        )
+    return ContinuousBatchingConfig(**sizes)
 
 
 class Player:
