@@ -204,7 +204,7 @@ def row_table(results: dict[str, Any], found: Sequence[dict], width: int = 100):
     columns = [FRONT, "cache", *names]
     columns, cells = fitted(columns, cells, width, "cache", [COLUMNS[key].title for key in DROPPED], gap=1)
     made = table(cells, columns, title=title, right=names, whole=[FRONT, *names])
-    made.caption, made.caption_justify, made.padding, made.width = caption, "left", (0, 1, 0, 0), None
+    made.caption, made.caption_justify, made.padding = caption, "left", (0, 1, 0, 0)
     return made
 
 

@@ -48,9 +48,8 @@ def pack(module: nn.Module, run: Callable[[], None] = lambda: None) -> int:
     than half of the free memory, and the layers are left as they are.
     """
     found = [parts for parts in sets(module, run) if all(wants_copy(part.weight) for part in parts)]
-    dtypes = {id(parts): packed_dtype(parts[0].weight.dtype) for parts in found}
-    weights = {part.weight.data_ptr(): (part.weight, dtypes[id(parts)]) for parts in found for part in parts}
-    size = sum(weight.numel() * dtype.itemsize for weight, dtype in weights.values())  # tied weights once
+    weights = {part.weight.data_ptr(): part.weight for parts in found for part in parts}  # tied ones once
+    size = sum(weight.numel() * packed_dtype(weight.dtype).itemsize for weight in weights.values())
     if not found:
         return 0
     from kvframe.memory import free_memory
@@ -59,15 +58,15 @@ def pack(module: nn.Module, run: Callable[[], None] = lambda: None) -> int:
         log.warning("linear layers stay as they are, which is slower: copies would take %d bytes", size)
         return 0
     made: dict[tuple[int, ...], Multiply] = {}
-    for parts in found:
-        place = tuple(part.weight.data_ptr() for part in parts)
+    places = [tuple(part.weight.data_ptr() for part in parts) for parts in found]
+    for place, parts in zip(places, found):
         if place not in made:
-            made[place] = product(parts, dtypes[id(parts)])
+            made[place] = product(parts, packed_dtype(parts[0].weight.dtype))
             if len(made) == 1 and not right(made[place], parts):
                 log.warning("linear layers stay as they are: packed weights give other results on this CPU")
                 return 0
-    for parts in found:
-        Product(parts, made[tuple(part.weight.data_ptr() for part in parts)])
+    for place, parts in zip(places, found):
+        Product(parts, made[place])
     return size
 
 

@@ -17,13 +17,14 @@ from collections.abc import Callable
 
 import torch
 
+_count = itertools.count(1)  # a number is never given twice: a graph keeps it
 _RUNNING: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> Running
 
 
 def number(running) -> int:
     """The number by which the operator finds it."""
     if running.number is None:
-        running.number = max(_RUNNING, default=0) + 1
+        running.number = next(_count)
         _RUNNING[running.number] = running
     return running.number
 
@@ -47,7 +48,6 @@ def _(q, k, v, layer, running, v_dim):
     return q.new_empty(1, q.shape[2], q.shape[1], v_dim)
 
 
-_count = itertools.count(1)
 _PRODUCTS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> multiply
 
 
