@@ -190,8 +190,9 @@ def test_bits_without_conversions_of_the_processor(name, monkeypatch):
 
 
 E4M3 = "float8_e4m3fn"
-PLAIN = {("scatter",), ("float32",) * 5}
-CODED = {("encode", "float32", "int8"), ("float32", "int8", "int8", "float32", "float32")}
+PLAIN = {("scatter",), ("attend", *("float32",) * 5)}
+CODED = {("encode", "float32", "int8"), ("attend", "float32", "int8", "int8", "float32", "float32")}
+FIXED = {("encode", "float32", E4M3), ("attend", "float32", E4M3, E4M3, "float32", "float32")}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ CODED = {("encode", "float32", "int8"), ("float32", "int8", "int8", "float32", "
         (Int8(), "float32", CODED),
         (Int8(percentile=95), "float32", CODED - {("encode", "float32", "int8")}),
         (Mixed(Int8(), Int8(), {0: NoCodec()}), "float32", PLAIN | CODED),
-        (Fp8(scales={0: 0.5}), "float32", {("encode", "float32", E4M3), ("float32", E4M3, E4M3, "float32", "float32")}),
+        (Fp8(scales={0: 0.5}), "float32", FIXED),
         (Int4(), "float32", set()),
         (Int8(), "float16", set()),
     ],

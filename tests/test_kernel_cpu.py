@@ -16,7 +16,7 @@ from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
 from numba.core import caching
 
-from kvframe.kernels import cpu, cpu_decode, cpu_prefill
+from kvframe.kernels import cpu, cpu_decode, cpu_prefill, native
 from kvframe.kernels.cpu import FEW, CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.parts import Band
@@ -121,7 +121,18 @@ def test_result_does_not_depend_on_the_number_of_threads(monkeypatch):
 def test_no_folder_for_the_cache(monkeypatch):
     """numba finds no place to keep what it compiled: it is compiled for this process."""
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    assert cpu_decode.compiled("scatter").address
+    assert native.compiled("scatter").address
+
+
+PLAIN = "float32", "float32", "float32"
+COMPILED = [("scatter",), ("norm",), ("linear", False), ("linear", True), ("attend", *PLAIN, "float32", "float32")]
+
+
+@pytest.mark.parametrize("name", [*COMPILED, ("encode", "bfloat16", "int8")], ids=str)
+def test_a_process_finds_what_another_one_compiled(name):
+    """numba takes what a function closes over into its key: another function there has another key in each process."""
+    cells = [cell.cell_contents for cell in native.maker(*name).__closure__]
+    assert cells and all(isinstance(value, int | str) for value in cells)
 
 
 @pytest.mark.parametrize("chunk", [1, 40])

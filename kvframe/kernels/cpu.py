@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.kernels.cpu_codes import DTYPES, Reader, likely_readers, reader
 from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
+from kvframe.kernels.native import address, callback, run, team
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -215,8 +215,9 @@ class CpuKernel(Kernel):
         return held
 
 
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+def attend_name(dtype: str, k: Reader, v: Reader) -> tuple[str, ...]:
+    """Which compiled function attends to what these read."""
+    return "attend", dtype, k.type, v.type, k.scale or "float32", v.scale or "float32"
 
 
 # ---------------------------------------------------------------- the plan, split into work
@@ -277,52 +278,3 @@ def make_items(tokens, rows, positions, window: int | None, sinks: int, second=N
         items[far & ~of_sinks, 2:4] = 0
     items[:, 6], items[:, 7] = first[owner], count[owner]
     return items, int((sink + stop - low).sum())
-
-
-# ---------------------------------------------------------------- threads
-
-
-_lock, _callbacks, _team = threading.Lock(), {}, []
-
-
-def attend_name(dtype: str, k: Reader, v: Reader) -> tuple[str, ...]:
-    """Which compiled function attends to what these read."""
-    return dtype, k.type, v.type, k.scale or "float32", v.scale or "float32"
-
-
-def callback(*name: str):
-    """A compiled function (see `cpu_decode.compiled`) as a ctypes `void f(int64 address)` that runs without the GIL."""
-    if name not in _callbacks:
-        with _lock:
-            if name not in _callbacks:
-                from kvframe.kernels import cpu_decode
-
-                native = cpu_decode.compiled(*name)
-                function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(native.address)
-                function.native = native  # its code lives as long as this object
-                _callbacks[name] = function
-    return _callbacks[name]
-
-
-def team():
-    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP runtime that torch uses, or None.
-
-    A pool of our own would fight with torch's workers, which spin for milliseconds after each operation.
-    """
-    if not _team:
-        try:
-            function = ctypes.CDLL(None).GOMP_parallel
-            function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)
-            function.restype = None
-        except (AttributeError, OSError, TypeError):
-            function = None
-        _team.append(function)
-    return _team[0]
-
-
-def run(function, at: int, threads: int) -> None:
-    """Runs `function(at)` on so many threads at once."""
-    if threads > 1:
-        team()(ctypes.cast(function, ctypes.c_void_p), at, threads, 0)
-    else:
-        function(at)

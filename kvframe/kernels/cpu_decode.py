@@ -30,12 +30,8 @@ Shape legend: Hq/Hkv heads, G = Hq / Hkv, Dk/Dv sizes.
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
+from numba import njit
 
-from numba import cfunc, njit
-
-from kvframe.kernels import cpu_bits, cpu_encode, cpu_linear, cpu_norm, cpu_rows, cpu_vector
 from kvframe.kernels.cpu_rows import LEAF, TILE, add_to, multiply, scores_of
 from kvframe.kernels.cpu_vector import (
     LOG2E,
@@ -273,31 +269,6 @@ def scatter_function(stamp: int):
                     copy_bytes(row + h * size, source + t * token + h * head, length)
 
     return scatter
-
-
-def compiled(*name: str):
-    """A C callback, from the disk cache or compiled: `("scatter",)` and `("encode", ...)` store, `("linear", ...)`
-    multiplies, `("norm",)` is a norm, the arguments of `attend_function` attend.
-
-    numba keeps its cache beside this file, or in NUMBA_CACHE_DIR or the user's cache folder when that is read-only.
-    """
-    stamp = 0  # numba watches the time of the file of a function only
-    for module in (cpu_bits, cpu_vector, cpu_rows, cpu_encode, cpu_linear, cpu_norm):
-        stamp = zlib.crc32(Path(module.__file__).read_bytes(), stamp)
-    if name[0] == "scatter":
-        function = scatter_function(stamp)
-    elif name[0] == "linear":
-        function = cpu_linear.linear_function(*name[1:], stamp)
-    elif name[0] == "norm":
-        function = cpu_norm.norm_function(stamp)
-    elif name[0] == "encode":
-        function = cpu_encode.encode_function(*name[1:], stamp)
-    else:
-        function = attend_function(*name, stamp)
-    try:
-        return cfunc("void(int64)", cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder can be written
-        return cfunc("void(int64)", error_model="numpy")(function)
 
 
 def scratch_bytes(hq: int, dk: int, dv: int, spread: int = 0) -> int:
