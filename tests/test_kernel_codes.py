@@ -22,7 +22,7 @@ from numba import cfunc
 from test_kernel_cpu import HEADS, RULES, Band, Step, make_spec, make_step
 
 from kvframe.config import build, compose
-from kvframe.kernels import cpu, cpu_bits, cpu_codes, cpu_prefill
+from kvframe.kernels import cpu, cpu_bits, cpu_codes, cpu_prefill, native
 from kvframe.kernels.cpu import CpuKernel
 from kvframe.kernels.cpu_vector import load8, pointer, put8
 from kvframe.kernels.reference import ReferenceKernel
@@ -223,7 +223,7 @@ def test_what_is_compiled_while_weights_load(codec, dtype, want, monkeypatch):
 def test_nothing_is_compiled_for_a_request(codec, monkeypatch):
     """What the steps need is there when the engine is built, and what they do not need is not made."""
     made = {}
-    monkeypatch.setattr(cpu, "_callbacks", made)
+    monkeypatch.setattr(native, "_callbacks", made)
     cfg = ["model=random", "model.shape=tiny", "cache=paged", f"cache/codec={codec}", "cache.memory=4MiB", "kernel=cpu"]
     engine = build(compose([*cfg, "engine.max_len=96", "engine.max_step_tokens=64"]))
     assert set(made) == (PLAIN if codec == "none" else CODED)

@@ -16,7 +16,7 @@ from kvframe_plugins.model_retention import ModelRetention
 from kvframe_plugins.no_codec import NoCodec
 from numba.core import caching
 
-from kvframe.kernels import cpu, cpu_decode, cpu_prefill, native
+from kvframe.kernels import cpu, cpu_prefill, native
 from kvframe.kernels.cpu import FEW, CpuKernel
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.parts import Band
