@@ -42,6 +42,8 @@ class Engine:
         seed: base of the seeds of requests that bring none.
         pack_weights: linear layers may take copies of their weights in the form that this machine multiplies fastest
             (see kvframe.hf.linear); False keeps the memory.
+        replay: what short steps call is called without the model's modules, where that is proved to be the same (see
+            HFModel.replay); False: the modules run.
         compile: torch.compile runs the model's forward (see HFModel.compile); the first steps take long.
         hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
@@ -59,6 +61,7 @@ class Engine:
         clock="wall",
         seed=0,
         pack_weights=True,
+        replay=True,
         compile=False,
         hooks=None,
     ):
@@ -80,6 +83,8 @@ class Engine:
         self.packed_bytes = model.pack_weights() if pack_weights else 0
         if compile:
             model.compile()
+        elif replay:
+            model.replay()
 
     # -- requests --------------------------------------------------------------------------------------------
 

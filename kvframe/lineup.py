@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KEY = "caches"
 PRESETS = "cache"  # the group of the presets
 ROOMS = ("cache", "engine", "kernel")  # what an entry may set
-_OF_THE_MODEL = ("engine.pack_weights", "engine.compile")  # which all share
+_OF_THE_MODEL = ("engine.pack_weights", "engine.replay", "engine.compile")  # which all share
 _OVERRIDE = re.compile(r"~(?P<deleted>[^=]+)(?:=.*)?|\+{0,2}(?P<key>[A-Za-z_][\w./]*(?:@[^=]*)?)=.*", re.DOTALL)
 _EXAMPLE = f"{KEY}=[NAME,'{PRESETS}=NAME {PRESETS}/codec=CODEC']"
 

@@ -6,6 +6,7 @@ Shape legend: T tokens of a step, K rows whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,14 @@ from torch import nn
 from kvframe.errors import UnsupportedModelError
 from kvframe.hf import opaque, packing, past, positions, rotary, seam, turning
 from kvframe.hf.probe import probe
+from kvframe.hf.replay.replayed import CannotReplay, replayed
 from kvframe.hf.verify import verify as verify_model
 from kvframe.types import LayerSpec, StepPlan
 
+log = logging.getLogger(__name__)
+
 DRY = 4  # tokens of the dry forward
+LONGEST = {True: 32, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere: more, and Python is little
 
 
 class HFModel:
@@ -51,7 +56,7 @@ class HFModel:
         self.module, self.name, self.tokenizer = module.eval(), name or type(module).__name__, tokenizer
         self.notes: list[str] = []
         self.packed_bytes: int | None = None
-        self._run = self.module
+        self._run, self._replays, self._compiled = self.module, False, False
         weight = next(module.parameters())
         self.device = "cpu" if weight.is_meta else str(weight.device)  # see kvframe.hf.skeleton
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
@@ -91,10 +96,13 @@ class HFModel:
         self.running.cache = cache
 
     def weights_changed(self) -> None:
-        """Makes the copies of `pack_weights` again, where there are any."""
+        """Makes the copies of `pack_weights` again, and what `replay` recorded, where there are any."""
         if self.packed_bytes is not None:
             packing.unpack(self.module)
             self.packed_bytes = packing.pack(self.module, self._alone)
+        if self._replays:
+            self._run, self._replays = self.module, False
+            self.replay()
 
     def pack_weights(self) -> int:
         """Lets linear layers keep copies of their weights that this machine multiplies faster, and norms run in one
@@ -115,7 +123,7 @@ class HFModel:
             options: of torch.compile, e.g. backend.
         Raises: UnsupportedModelError: the model's attention modules run several times in a forward.
         """
-        if self._run is not self.module:
+        if self._compiled:
             return
         if any(len(binding.layers) > 1 for binding in seam.bindings(self.module)):
             raise UnsupportedModelError(
@@ -123,7 +131,26 @@ class HFModel:
                 fix="engine.compile=false",
             )
         opaque.number(self.running)
-        self._run = torch.compile(self.module, dynamic=True, **options)
+        self._run, self._compiled = torch.compile(self.module, dynamic=True, **options), True
+
+    def replay(self) -> str | None:
+        """From now on the functions that a short forward calls are called without its modules (see kvframe.hf.replay),
+        where two recordings prove that this is the same; hooks of modules are not called then. A second call changes
+        nothing.
+
+        Answers None, or why the modules go on running.
+        """
+        if self._compiled or self._replays:
+            return None
+        self._replays = True
+        if not self._takes_positions or self._past is not None:
+            return "the model is not told its positions"
+        try:
+            self._run = replayed(self.module, self.running, self._sample_inputs, LONGEST[self.device == "cpu"])
+        except CannotReplay as error:
+            log.info("%s is not replayed: %s", self.name, error)
+            return str(error)
+        return None
 
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
@@ -152,17 +179,27 @@ class HFModel:
         Positions count from 0, whatever the model's first one is; None: as the model counts when it is not told.
         `more`: further arguments of the module.
         """
-        inputs = {"input_ids": ids[None], "use_cache": False, **more}
+        logits = self._run(**self._inputs(ids, positions, keep), **more)[0][0]  # [T or K, V]
+        if keep is not None and not self._keeps:
+            logits = logits[keep]
+        return logits.float()
+
+    def _inputs(self, ids: torch.Tensor, positions: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
+        """The arguments of the module; shapes as in `flat_logits`."""
+        inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if self._takes_positions and positions is not None:
             inputs["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
         if self._past is not None and positions is not None:
             inputs[self._past] = past.Past.of(positions)
         if keep is not None and self._keeps:
             inputs["logits_to_keep"] = keep
-        logits = self._run(**inputs)[0][0]  # [T or K, V]
-        if keep is not None and not self._keeps:
-            logits = logits[keep]
-        return logits.float()
+        return inputs
+
+    def _sample_inputs(self, tokens: int, wanted: int, start: int) -> dict[str, Any]:
+        """Arguments of a forward of some tokens at the positions from `start` on, whose last logits are wanted."""
+        at = torch.arange(tokens, device=self.device)
+        ids = positions.countable(self.module, (at * 7 + start) % self.vocab_size)
+        return self._inputs(ids, at + start, torch.arange(tokens - wanted, tokens, device=self.device))
 
     def _alone(self) -> None:
         """A forward without a cache, as transformers computes it."""

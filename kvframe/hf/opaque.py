@@ -16,6 +16,15 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+
+def one(function: Callable, x: torch.Tensor, *args):
+    """`function(x, *args)`, which a recording (see kvframe.hf.replay) takes as one call."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(function, (x,), x, *args)
+    return function(x, *args)
+
 
 _count = itertools.count(1)  # a number is never given twice: a graph keeps it
 _RUNNING: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> Running
@@ -61,7 +70,7 @@ class Product:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return multiply(x, self.number, self.outputs)
-        return self.multiply(x)
+        return one(self.multiply, x)
 
 
 @torch.library.custom_op("kvframe::multiply", mutates_args=())

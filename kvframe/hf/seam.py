@@ -58,6 +58,14 @@ class Binding:
         self.calls += 1
         return self.layers[(self.calls - 1) % len(self.layers)]
 
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Shapes as in `attention`."""
+        running = self.running
+        if running.batch is not None:
+            return running.batch.attend(self.turn(), query, key, value)
+        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return running.cache.attend(self.turn(), q, k, v, running.plan).unsqueeze(0)
+
 
 def attention(module, query, key, value, attention_mask=None, **kwargs):
     """`query [1, Hq, T, Dk]`, `key [1, Hkv, T, Dk]`, `value [1, Hkv, T, Dv]` -> `([1, T, Hq, Dv], None)`."""
@@ -68,14 +76,9 @@ def attention(module, query, key, value, attention_mask=None, **kwargs):
     running = binding.running
     if torch.compiler.is_compiling():
         return opaque.attend(query, key, value, binding.turn(), running.number, binding.spec.v_dim), None
-    if running.batch is not None:
-        return running.batch.attend(binding.turn(), query, key, value), None
-    if running.plan is None:
+    if running.batch is None and running.plan is None:
         raise _nobody(module)
-    out = running.cache.attend(
-        binding.turn(), query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), running.plan
-    )
-    return out.unsqueeze(0), None
+    return opaque.one(binding.attend, query, key, value), None
 
 
 def _nobody(module: nn.Module) -> ConfigError:

@@ -1,0 +1,86 @@
+"""The forward of a model, replayed where that is proved to be the same.
+
+Shape legend: T tokens, K wanted logits, Hq/Hkv heads, Dk/Dv sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvframe.hf.replay.program import Program, Recording, unified
+from kvframe.hf.replay.tape import CannotReplay, recording
+
+log = logging.getLogger(__name__)
+
+RECORDED = ((3, 2), (5, 3))  # (T, K) of the two recordings: no number of one is T or K of the other
+PROVED = ((1, 1), (2, 0))  # (T, K) of the forwards that are held against the model's, and one of the longest
+START = 11  # first position of the tokens
+
+
+class Replayed:
+    """A model's forward: `program` where it fits, the module itself otherwise. Called as the module is."""
+
+    def __init__(self, module: torch.nn.Module, program: Program, longest: int):
+        self.module, self.program, self.longest = module, program, longest
+        self.run, self._inputs = program.compiled(), set(program.inputs)
+
+    def __call__(self, *, use_cache: bool = False, **inputs: Any):
+        if inputs["input_ids"].shape[1] > self.longest or inputs.keys() != self._inputs:
+            return self.module(use_cache=use_cache, **inputs)
+        return (self.run(**inputs),)
+
+
+class StandIn:
+    """Attention of a forward that no cache runs: a mix of q, k and v that tells tokens, heads and layers apart."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`q [1, Hq, T, Dk]`, `k [1, Hkv, T, Dk]`, `v [1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`."""
+        heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
+        weight = torch.sigmoid((q.float() * k.float()[:, heads]).mean(-1, keepdim=True) + 0.01 * layer)
+        return (weight * v.float()[:, heads]).to(v.dtype).transpose(1, 2).contiguous()
+
+
+@contextmanager
+def _standing_in(running):
+    before, running.batch = running.batch, StandIn()
+    try:
+        yield
+    finally:
+        running.batch = before
+
+
+def replayed(
+    module: torch.nn.Module, running, inputs: Callable[[int, int, int], dict[str, Any]], longest: int
+) -> Replayed:
+    """Records and proves.
+
+    Args:
+        module: the model, bound. running: what its attention layers share (see kvframe.hf.seam).
+        inputs: (T, K, first position) -> the arguments of a forward.
+        longest: tokens of a step that is replayed. A model may treat long inputs in another way.
+    Raises: CannotReplay.
+    """
+    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+        raise CannotReplay("its modules have hooks")
+    with torch.inference_mode(), _standing_in(running):
+        program = unified(*(_record(module, inputs(*size, START), size) for size in RECORDED))
+        found = Replayed(module, program, longest)
+        for number, size in enumerate((*PROVED, (longest, 7))):
+            given = inputs(*size, START + number)
+            if not torch.equal(found(**given)[0], module(**given)[0]):
+                raise CannotReplay(f"a replayed forward of {size[0]} tokens gives other logits")
+    log.debug("the forward is replayed: %d calls", len(program.steps))
+    return found
+
+
+def _record(module, given: dict[str, Any], size: tuple[int, int]) -> Recording:
+    with recording(module) as tape:
+        out = module(**given)[0]
+    inputs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    sizes = {"T": size[0]} | ({"K": size[1]} if "logits_to_keep" in inputs else {})
+    return Recording(tape.calls, inputs, sizes, out)

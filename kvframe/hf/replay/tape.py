@@ -1,0 +1,111 @@
+"""Which functions of torch a forward calls, in which order, with what.
+
+A torch function mode sees every call from Python, once, with the tensors themselves; a dispatch mode below it sees what
+the calls do: whether a value decided something, or chance did. Functions of kvframe that go through `opaque.one` are one
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SEEN = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "storage", "set_")
+UNSAFE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+
+
+class CannotReplay(Exception):
+    """Why a forward cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """`out = function(*args, **kwargs)`, with the tensors that were there."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    out: Any
+
+
+class Tape(TorchFunctionMode):
+    """Records the calls that make tensors while it is active.
+
+    Attributes:
+        calls: in their order. They keep their tensors, so that no two share an id.
+    """
+
+    def __init__(self, kept: set[int]):
+        """kept: addresses of the memory of parameters and buffers, which nothing may write."""
+        super().__init__()
+        self.calls: list[Call] = []
+        self._kept = kept
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in SEEN:
+            raise CannotReplay(f"the forward looks at values of a tensor ({name})")
+        if ours(function):
+            out = function(*args, **kwargs)
+        else:
+            with _Watch(self._kept):
+                out = function(*args, **kwargs)
+        if any(True for _ in tensors(out)):
+            self.calls.append(Call(function, args, kwargs, out))
+        return out
+
+
+def ours(function: Callable) -> bool:
+    """One of kvframe's own, which a tape takes as it is."""
+    return str(getattr(function, "__module__", "")).startswith("kvframe.")
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operations whose result is decided by values or by chance, and writes to what outlives the forward."""
+
+    def __init__(self, kept: set[int]):
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(tag in function.tags for tag in UNSAFE) and not _by_number(function, args):
+            raise CannotReplay(f"the forward depends on values ({function})")
+        out = function(*args, **kwargs)
+        if function._schema.is_mutable:
+            for argument, value in zip(function._schema.arguments, args):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._kept:
+                    raise CannotReplay(f"the forward changes a buffer ({function})")
+        return out
+
+
+def _by_number(function, args: tuple) -> bool:
+    """Is a tensor indexed by numbers, and not by a mask, whose values would decide the shape?"""
+    if function is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]]:
+    """Tensors inside tuples and lists, with the way to each."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for i, part in enumerate(value):
+            yield from tensors(part, (*path, i))
+
+
+@contextmanager
+def recording(module: torch.nn.Module) -> Iterator[Tape]:
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    tape = Tape(kept)
+    with tape:
+        yield tape
