@@ -125,7 +125,7 @@ def test_no_folder_for_the_cache(monkeypatch):
 
 
 PLAIN = "float32", "float32", "float32"
-COMPILED = [("scatter",), ("norm",), ("linear", False), ("linear", True), ("attend", *PLAIN, "float32", "float32")]
+COMPILED = [("scatter",), ("norm",), ("linear", False), ("linear", True), ("rotate", "bfloat16"), ("attend", *PLAIN, "float32", "float32")]
 
 
 @pytest.mark.parametrize("name", [*COMPILED, ("encode", "bfloat16", "int8")], ids=str)

@@ -87,8 +87,17 @@ def product(parts: list[nn.Linear], dtype: torch.dtype) -> Multiply:
     wide = lambda x: many(x.float()).to(own)
     if not FewRows.can(layers):
         return wide
-    few, inputs = FewRows(layers), parts[0].in_features
-    return lambda x: few(x) if x.numel() <= ROWS * inputs else wide(x)
+    return ByRows(FewRows(layers), wide)
+
+
+class ByRows:
+    """A product that few rows go through in one way, and many in another."""
+
+    def __init__(self, few: FewRows, many: Multiply):
+        self.few, self.many, self._most = few, many, ROWS * few.inputs
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.few(x) if x.numel() <= self._most else self.many(x)
 
 
 def packed(parts: list[nn.Linear], dtype: torch.dtype) -> Multiply:

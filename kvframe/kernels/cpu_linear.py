@@ -46,14 +46,19 @@ class FewRows:
         self.layers = layers  # keeps the memory
         self.inputs, self.outputs = layers[0][0].shape[1], sum(len(weight) for weight, _ in layers)
         self._pieces = -(-self.outputs // PIECE)
-        self._args = (ctypes.c_int64 * (FIRST + FIELDS * len(layers)))()
-        self._at, stop = ctypes.addressof(self._args), 0
-        self._args[PIECES], self._args[I], self._args[S] = self._pieces, self.inputs, self.outputs
-        for n, (weight, bias) in enumerate(layers):
+        self._args = self.block()
+        self._at = ctypes.addressof(self._args)
+        self._large = self.inputs * self.outputs * 2 > ALONE
+
+    def block(self) -> ctypes.Array:
+        """Arguments of the compiled function, without M, X and OUT."""
+        args, stop = (ctypes.c_int64 * (FIRST + FIELDS * len(self.layers)))(), 0
+        args[PIECES], args[I], args[S] = self._pieces, self.inputs, self.outputs
+        for n, (weight, bias) in enumerate(self.layers):
             stop += len(weight)
             place = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), stop
-            self._args[FIRST + FIELDS * n : FIRST + FIELDS * (n + 1)] = place
-        self._large = self.inputs * self.outputs * 2 > ALONE
+            args[FIRST + FIELDS * n : FIRST + FIELDS * (n + 1)] = place
+        return args
 
     @classmethod
     def can(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:

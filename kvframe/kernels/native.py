@@ -7,6 +7,7 @@ in a call, the GIL is free, and the thread team of torch runs it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import threading
 import zlib
@@ -19,9 +20,11 @@ PLACES = {  # first part of a name -> module of kvframe.kernels and the function
     "attend": ("cpu_decode", "attend_function"),
     "encode": ("cpu_encode", "encode_function"),
     "linear": ("cpu_multiply", "linear_function"),
-    "norm": ("cpu_rms", "norm_function"),
+    "norm": ("cpu_rowwise", "norm_function"),
+    "chain": ("cpu_chained", "chain_function"),
+    "rotate": ("cpu_rowwise", "rotate_function"),
 }
-SOURCES = ("cpu_bits", "cpu_vector", "cpu_rows", *sorted({module for module, _ in PLACES.values()}))
+SOURCES = ("cpu_bits", "cpu_vector", "cpu_math", "cpu_rows", *sorted({module for module, _ in PLACES.values()}))
 
 _lock, _callbacks, _team = threading.Lock(), {}, []
 
@@ -37,7 +40,8 @@ def maker(*name: str):
 
 def compiled(*name: str):
     """A C callback, from the disk cache or compiled: `("scatter",)` and `("encode", ...)` store, `("attend", ...)`
-    attends, `("linear", ...)` multiplies, `("norm",)` is a norm.
+    attends, `("linear", ...)` multiplies, `("norm",)` is a norm,
+    `("rotate", ...)` a rotary embedding, `("chain",)` all of them in a row.
 
     numba keeps its cache beside the module, or in NUMBA_CACHE_DIR or the user's cache folder when that is read-only. It
     finds a function again when what it closes over are plain values: the functions that it calls are globals of its
@@ -78,6 +82,12 @@ def team():
             function = None
         _team.append(function)
     return _team[0]
+
+
+@functools.cache
+def team_size() -> int:
+    """The address of `omp_get_num_threads`: a team may have fewer threads than were asked for."""
+    return ctypes.cast(ctypes.CDLL(None).omp_get_num_threads, ctypes.c_void_p).value
 
 
 def run(function, at: int, threads: int) -> None:

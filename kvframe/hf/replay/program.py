@@ -12,7 +12,7 @@ own. There the program writes `T` or `K`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,30 @@ class Step:
 
 @dataclass
 class Program:
-    """steps: in their order. inputs: names of the arguments. sizes: name -> how it is read from the inputs."""
+    """steps: in their order. inputs: names of the arguments. samples: of each value the tensors that the recordings
+    saw; sizes: T and K of these. Both are there until the program is compiled."""
 
     inputs: tuple[str, ...]
     steps: list[Step]
     out: Name
+    samples: dict[Name, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
+
+    def of(self, steps: list[Step]) -> Program:
+        """The same with other steps."""
+        return replace(self, steps=steps)
+
+    def renamed(self, others: dict[Name, Name]) -> Program:
+        """The same with other names of values in arguments."""
+        steps = [
+            Step(step.name, step.function, _renamed(step.args, others), _renamed(step.kwargs, others))
+            for step in self.steps
+        ]
+        return replace(self, steps=steps, out=others.get(self.out, self.out))
+
+    def forget(self) -> Program:
+        """The same without what the recordings saw."""
+        return replace(self, samples={}, sizes=({}, {}))
 
     def source(self) -> tuple[str, dict[str, Any]]:
         """The text of a function `run`, and the globals that it needs."""
@@ -123,6 +142,18 @@ def names(value: Any):
         yield from names((value.start, value.stop, value.step))
 
 
+def _renamed(value: Any, others: dict[Name, Name]) -> Any:
+    if isinstance(value, Name):
+        return others.get(value, value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_renamed(part, others) for part in value)
+    if isinstance(value, dict):
+        return {key: _renamed(part, others) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*_renamed((value.start, value.stop, value.step), others))
+    return value
+
+
 class _Origins:
     """Where the tensors of a recording come from."""
 
@@ -159,7 +190,11 @@ def unified(a: Recording, b: Recording) -> Program:
     out = _both(a.out, b.out, *origins, "the result")
     if not isinstance(out, Name):
         raise CannotReplay("the result is not of this forward")
-    return Program(tuple(a.inputs), sizes + steps, out)
+    samples = {Name(name): (tensor, b.inputs[name]) for name, tensor in a.inputs.items()}
+    for step, one, other in zip(steps, a.calls, b.calls):
+        for (path, x), (_, y) in zip(tensors(one.out), tensors(other.out)):
+            samples[Name(step.name.text + "".join(f"[{i}]" for i in path))] = (x, y)
+    return Program(tuple(a.inputs), sizes + steps, out, samples, (a.sizes, b.sizes))
 
 
 def _tokens(ids: torch.Tensor) -> int:

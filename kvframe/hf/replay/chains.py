@@ -1,0 +1,203 @@
+"""Stretches of a program that become one native call each (see kvframe.kernels.cpu_chain).
+
+A stretch is a run of steps on rows of bf16 on a CPU: products, norms, rotary embeddings, sums, element-wise products,
+SiLU, and the views between them, which are no work there. Attention, and whatever else a forward calls, stands between
+stretches. Each chain is held against what torch computed when it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional as F
+
+from kvframe.hf.linear import ByRows
+from kvframe.hf.replay.layout import Layout, layout
+from kvframe.hf.replay.patterns import ADD, MULTIPLY
+from kvframe.hf.replay.program import Name, Program, Step, names
+from kvframe.hf.replay.tape import CannotReplay, tensors
+from kvframe.kernels import cpu_chain
+from kvframe.kernels.cpu_chain import Chain, Instruction, Rows
+from kvframe.kernels.cpu_linear import ROWS
+from kvframe.kernels.cpu_norm import norm
+from kvframe.kernels.cpu_rotary import rotate
+
+FEWEST = 2  # instructions of a chain
+NEAR = 2**-6  # of the largest number: roundings to bf16, one after the other
+
+
+@dataclass
+class _Stretch:
+    """What is known while a stretch grows.
+
+    Attributes:
+        size: of its rows, "T" or "K". inputs: names that come from outside. buffers: width of each.
+        held: storage of a recording's tensor -> its buffer. made: names of steps that it replaces.
+    """
+
+    size: str
+    inputs: list[Name] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
+    made: list[Step] = field(default_factory=list)
+    width: dict[Name, int] = field(default_factory=dict)
+
+
+class _Finder:
+    def __init__(self, program: Program):
+        self.program, self.samples = program, program.samples
+        self.steps: list[Step | _Stretch] = []
+        self.open: _Stretch | None = None
+        self._made: dict[str, list[Name]] = {}  # step -> the tensors that it made
+        for name in self.samples:
+            self._made.setdefault(name.text.partition("[")[0], []).append(name)
+
+    def run(self) -> Program:
+        for step in self.program.steps:
+            if not (self._instruction(step) or self._view(step)):
+                self._close()
+                self.steps.append(step)
+        self._close()
+        used = {name for step in self._plain() for name in names((step.args, step.kwargs))} | {self.program.out}
+        used |= {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
+        renamed: dict[Name, Name] = {}
+        steps: list[Step] = []
+        for number, part in enumerate(self.steps):
+            if isinstance(part, Step):
+                steps.append(part)
+                continue
+            shown = [name for step in part.made for name in self._names_of(step) if name in used]
+            steps.append(self._chain(part, shown, Name(f"c{number}")))
+            renamed |= {name: Name(f"c{number}[{i}]") for i, name in enumerate(shown)}
+        return self.program.of(steps).renamed(renamed)
+
+    def _plain(self) -> list[Step]:
+        return [part for part in self.steps if isinstance(part, Step)]
+
+    def _names_of(self, step: Step) -> list[Name]:
+        """The tensors that a step made."""
+        return self._made.get(step.name.text, [])
+
+    def _close(self) -> None:
+        """The stretch ends here."""
+        stretch, self.open = self.open, None
+        if stretch is None:
+            return
+        self.steps += [stretch] if len(stretch.instructions) >= FEWEST else stretch.made
+
+    def _layout(self, name: Name) -> Layout | None:
+        found = self.samples.get(name)
+        fine = found is not None and found[0].dtype is torch.bfloat16 and found[0].device.type == "cpu"
+        return layout(*found, self.program.sizes) if fine else None
+
+    def _instruction(self, step: Step) -> bool:
+        """Takes a step that computes."""
+        read = _reading(step)
+        out = self._layout(step.name)
+        if read is None or out is None or not out.dense:
+            return False
+        op, values, more = read
+        layouts = [self._layout(value) if isinstance(value, Name) else None for value in values]
+        if any(found is None or found.size != out.size or found.width % 8 for found in layouts):
+            return False
+        x = layouts[0]
+        if op in (cpu_chain.ADD, cpu_chain.MULTIPLY) and any(found.inner() != out.inner() for found in layouts):
+            return False
+        if op in (cpu_chain.LINEAR, cpu_chain.NORM) and not (x.stride == x.width and x.shape[-1] == x.width):
+            return False
+        if op == cpu_chain.ROTATE and (x.shape[3] != layouts[1].width or x.strides[1] != x.shape[3]):
+            return False
+        stretch = self.open
+        if stretch is None or stretch.size != out.size:
+            self._close()
+            stretch = self.open = _Stretch(out.size)
+        places = [self._rows(stretch, value, found) for value, found in zip(values, layouts)]
+        if any(place is None for place in places):
+            return False
+        stretch.buffers.append(out.width)
+        buffer = -len(stretch.buffers)
+        for sample in self.samples[step.name]:
+            stretch.held[sample.untyped_storage().data_ptr()] = buffer
+        if op == cpu_chain.ROTATE:
+            more, y = (x.shape[1], *places[1:]), None
+        else:
+            y = places[1] if len(places) > 1 else None
+        stretch.instructions.append(Instruction(op, places[0], buffer, y, more))
+        stretch.made.append(step)
+        return True
+
+    def _rows(self, stretch: _Stretch, name: Name, found: Layout) -> Rows | None:
+        """Where a value lies: in a buffer of the stretch, or in an input, which comes into its own memory."""
+        buffer = stretch.held.get(self.samples[name][0].untyped_storage().data_ptr())
+        if buffer is not None:
+            return Rows(buffer, found.offset, found.stride, found.width)
+        if not (self.samples[name][0].is_contiguous() and found.stride == found.width):
+            return None
+        if name not in stretch.inputs:
+            stretch.inputs.append(name)
+            stretch.width[name] = found.width
+        return Rows(stretch.inputs.index(name), 0, found.width, found.width)
+
+    def _view(self, step: Step) -> bool:
+        """Takes a step that only looks at what the stretch made in another shape; lets one that looks at something
+        else in another shape be done before the stretch."""
+        if self.open is None:
+            return False
+        made = [sample for name in self._names_of(step) for sample in self.samples[name]]
+        read = [sample for name in names((step.args, step.kwargs)) for sample in self.samples.get(name, ())]
+        storages = {sample.untyped_storage().data_ptr() for sample in made}
+        if not made or not read or not storages <= {sample.untyped_storage().data_ptr() for sample in read}:
+            return False
+        if storages <= set(self.open.held):
+            if all(self._layout(name) is not None for name in self._names_of(step)):
+                self.open.made.append(step)
+                return True
+            return False
+        if storages & set(self.open.held):
+            return False
+        self.steps.append(step)
+        return True
+
+    def _chain(self, stretch: _Stretch, shown: list[Name], name: Name) -> Step:
+        outputs = []
+        for value in shown:
+            found, sample = self._layout(value), self.samples[value][0]
+            rows = Rows(stretch.held[sample.untyped_storage().data_ptr()], found.offset, found.stride, found.width)
+            outputs.append((rows, found.shape, found.strides, found.at))
+        widths = [stretch.width[value] for value in stretch.inputs]
+        chain = Chain(stretch.instructions, stretch.buffers, widths, outputs, ROWS)
+        for recording in (0, 1):
+            given = [self.samples[value][recording] for value in stretch.inputs]
+            for value, found in zip(shown, chain(*given)):
+                wanted = self.samples[value][recording].float()
+                if not (found.float() - wanted).abs().max() <= NEAR * wanted.abs().max():
+                    raise CannotReplay(f"a chain of {len(stretch.instructions)} instructions gives other numbers")
+        return Step(name, chain, tuple(stretch.inputs), {})
+
+
+def _reading(step: Step):
+    """(operation, its values, more) of a step that a chain can do."""
+    if step.function is norm and len(step.args) == 4:
+        return cpu_chain.NORM, step.args[:1], step.args[1:]
+    if isinstance(step.function, ByRows):
+        return cpu_chain.LINEAR, step.args, (step.function.few,)
+    if step.function is rotate:
+        return cpu_chain.ROTATE, step.args, ()
+    if step.function is F.silu and len(step.args) == 1 and not step.kwargs.get("inplace"):
+        return cpu_chain.SILU, step.args, ()
+    if not step.kwargs and len(step.args) == 2:
+        for functions, op in ((ADD, cpu_chain.ADD), (MULTIPLY, cpu_chain.MULTIPLY)):
+            if step.function in functions:
+                return op, step.args, ()
+    return None
+
+
+def chained(program: Program) -> Program:
+    """The program with its stretches as chains; itself where there are none.
+
+    Raises: CannotReplay.
+    """
+    return _Finder(program).run()

@@ -1,0 +1,171 @@
+"""What a forward does between two attention layers, as one native call on rows of bf16 (numba).
+
+At few tokens such a stretch (a product, a residual, a norm, two products around an activation, ...) takes less time than
+Python needs to call its operations. A chain has them as instructions, in memory that it owns:
+
+    args [NARGS] int64      index  name                 meaning
+                            0      (not used)
+                            1      COUNT                number of instructions
+                            2      THREADS              address of what says how many threads run them, or 0: one
+                            3, 4   ARRIVED, GENERATION  where threads meet
+                            5..    LIST                 of each instruction: what it is, address of its block
+
+A block has the layout of the function that does it alone (`cpu_linear`, `cpu_norm`, `cpu_rotary`, or EW_* here). Results
+are rounded to bf16 after each operation, as torch rounds them.
+
+Shape legend: M rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvframe.kernels import cpu_linear, cpu_norm, cpu_rotary, native
+
+NOTHING, LINEAR, SEVERAL, NORM, ROTATE, ADD, MULTIPLY, SILU, WIDEN = range(9)
+COUNT, THREADS, ARRIVED, GENERATION, LIST = 1, 2, 3, 4, 5
+NEXT, ROWS, WIDTH, X, X_S, Y, Y_S, OUT = range(1, 9)  # block of an operation on rows: element-wise ones, and WIDEN
+PATIENCE = 2000  # looks at a counter before a waiting thread gives way
+
+
+@dataclass(frozen=True)
+class Rows:
+    """M rows of `width` numbers, `stride` numbers apart, from `offset` on, in input or buffer `source`.
+
+    Inputs count from 0, buffers from -1 downwards: -1 is the first one.
+    """
+
+    source: int
+    offset: int
+    stride: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`out = op(x, y)`: out is all of a buffer.
+
+    Attributes:
+        more: of LINEAR the `FewRows`; of NORM (weight, eps, offset); of ROTATE (heads, cos, sin), the latter two Rows.
+    """
+
+    op: int
+    x: Rows
+    out: int
+    y: Rows | None = None
+    more: tuple = ()
+
+
+class Chain:
+    """Called with the inputs, each a tensor whose flat memory is M rows; answers the outputs.
+
+    The outputs lie in buffers of the chain: they are good until the next call.
+
+    Args:
+        instructions: in their order.
+        buffers: width of each. inputs: width of each.
+        outputs: of each the Rows, and the shape and strides of the tensor that shows them, with the dimension of rows.
+        rows: most rows.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        buffers: Sequence[int],
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[Rows, tuple[int, ...], tuple[int, ...], int]],
+        rows: int,
+    ):
+        self.rows, self.widths, self._outputs = rows, tuple(inputs), outputs
+        self._buffers = [torch.zeros(rows * width, dtype=torch.bfloat16) for width in buffers]
+        self._keeps: list = [instructions]
+        self._blocks: list[ctypes.Array] = []
+        self._inputs: list[list[tuple[ctypes.Array, int, int]]] = [[] for _ in inputs]  # block, word, byte offset
+        self._lists: list[tuple[int, ctypes.Array, tuple[int, ...], int]] = []  # op, block, words of M, for which M
+        for instruction in instructions:
+            self._add(instruction)
+        self._args = (ctypes.c_int64 * (LIST + 2 * len(self._lists)))()
+        self._at, self._args[COUNT] = ctypes.addressof(self._args), len(self._lists)
+        for i, (op, block, _) in enumerate(self._lists):
+            self._args[LIST + 2 * i], self._args[LIST + 2 * i + 1] = op, ctypes.addressof(block)
+        self._m, self._shown = -1, {}
+        self._call = native.callback("chain")
+
+    def _add(self, i: Instruction) -> None:
+        if i.op == LINEAR:
+            wide = torch.zeros(self.rows * i.x.width, dtype=torch.float32)
+            self._keeps.append(wide)
+            narrow, several = i.more[0].block(), i.more[0].block()
+            self._list(LINEAR, narrow, cpu_linear.M, {cpu_linear.X: i.x, cpu_linear.OUT: self._whole(i.out)})
+            self._list(WIDEN, self._rowwise(i.x.width), ROWS, {X: i.x}, {OUT: wide})
+            self._list(SEVERAL, several, cpu_linear.M, {cpu_linear.OUT: self._whole(i.out)}, {cpu_linear.X: wide})
+        elif i.op == NORM:
+            weight, eps, offset = i.more
+            block = (ctypes.c_int64 * cpu_norm.NARGS)()
+            struct.pack_into("7q2d", block, 0, 0, 0, 0, i.x.width, 0, 0, weight.data_ptr(), eps, offset)
+            self._list(NORM, block, cpu_norm.ROWS, {cpu_norm.X: i.x, cpu_norm.OUT: self._whole(i.out)})
+        elif i.op == ROTATE:
+            heads, cos, sin = i.more
+            block, size = (ctypes.c_int64 * cpu_rotary.NARGS)(), i.x.width // heads
+            block[cpu_rotary.H], block[cpu_rotary.D] = heads, size
+            block[cpu_rotary.X_T], block[cpu_rotary.X_H] = i.x.stride, size
+            block[cpu_rotary.C_T], block[cpu_rotary.S_T] = cos.stride, sin.stride
+            places = {cpu_rotary.X: i.x, cpu_rotary.COS: cos, cpu_rotary.SIN: sin, cpu_rotary.OUT: self._whole(i.out)}
+            self._list(ROTATE, block, cpu_rotary.T, places)
+        else:
+            block, y = self._rowwise(i.x.width), i.x if i.y is None else i.y
+            block[X_S], block[Y_S] = i.x.stride, y.stride
+            self._list(i.op, block, ROWS, {X: i.x, Y: y, OUT: self._whole(i.out)})
+
+    @staticmethod
+    def _rowwise(width: int) -> ctypes.Array:
+        block = (ctypes.c_int64 * (OUT + 1))()
+        block[WIDTH] = block[X_S] = width
+        return block
+
+    def _whole(self, buffer: int) -> Rows:
+        return Rows(buffer, 0, 0, 0)
+
+    def _list(self, op: int, block: ctypes.Array, rows: int, places: dict[int, Rows], fixed: dict | None = None) -> None:
+        """Takes an instruction. rows: word of its block that says M. places: word -> what it is the address of."""
+        self._lists.append((op, block, rows))
+        for word, place in places.items():
+            if place.source < 0:
+                block[word] = self._buffers[-1 - place.source].data_ptr() + 2 * place.offset
+            else:
+                self._inputs[place.source].append((block, word, 2 * place.offset))
+        for word, tensor in (fixed or {}).items():
+            block[word] = tensor.data_ptr()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = [x.contiguous() for x in inputs]
+        m = inputs[0].numel() // self.widths[0]
+        if m != self._m:
+            self._set_rows(m)
+        if m:
+            for x, places in zip(inputs, self._inputs):
+                at = x.data_ptr()
+                for block, word, offset in places:
+                    block[word] = at + offset
+            threads = torch.get_num_threads() if native.team() is not None else 1
+            self._args[THREADS] = native.team_size() if threads > 1 else 0
+            native.run(self._call, self._at, threads)
+        return self._shown[m]
+
+    def _set_rows(self, m: int) -> None:
+        self._m = m
+        for i, (op, block, rows) in enumerate(self._lists):
+            block[rows] = m
+            idle = m != 1 if op == LINEAR else m == 1 and op in (WIDEN, SEVERAL)
+            self._args[LIST + 2 * i] = NOTHING if idle else op
+        if m not in self._shown:
+            self._shown[m] = tuple(self._show(m, *output) for output in self._outputs)
+
+    def _show(self, m: int, rows: Rows, shape: tuple[int, ...], strides: tuple[int, ...], at: int) -> torch.Tensor:
+        shape = (*shape[:at], m, *shape[at + 1 :])
+        return torch.as_strided(self._buffers[-1 - rows.source], shape, strides, rows.offset)
