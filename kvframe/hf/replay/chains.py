@@ -61,6 +61,8 @@ class _Finder:
                 self._close()
                 self.steps.append(step)
         self._close()
+        if not any(isinstance(part, _Stretch) for part in self.steps):
+            return self.program
         used = {name for step in self._plain() for name in names((step.args, step.kwargs))} | {self.program.out}
         used |= {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
         renamed: dict[Name, Name] = {}

@@ -41,18 +41,19 @@ class Tape(TorchFunctionMode):
         calls: in their order. They keep their tensors, so that no two share an id.
     """
 
-    def __init__(self, kept: set[int]):
-        """kept: addresses of the memory of parameters and buffers, which nothing may write."""
+    def __init__(self, kept: set[int], watched: bool):
+        """kept: addresses of the memory of parameters and buffers, which nothing may write. watched: look at what the
+        calls do, too; they do the same in a second recording."""
         super().__init__()
         self.calls: list[Call] = []
-        self._kept = kept
+        self._kept, self._watched = kept, watched
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in SEEN:
             raise CannotReplay(f"the forward looks at values of a tensor ({name})")
-        if ours(function):
+        if ours(function) or not self._watched:
             out = function(*args, **kwargs)
         else:
             with _Watch(self._kept):
@@ -104,8 +105,8 @@ def tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]
 
 
 @contextmanager
-def recording(module: torch.nn.Module) -> Iterator[Tape]:
+def recording(module: torch.nn.Module, watched: bool = True) -> Iterator[Tape]:
     kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    tape = Tape(kept)
+    tape = Tape(kept, watched)
     with tape:
         yield tape
