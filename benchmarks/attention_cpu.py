@@ -154,7 +154,7 @@ def overhead(layers: int, rounds: int) -> None:
 
 def prefill(rounds: int) -> None:
     """Chunks of one request, token by token (compiled) and by GEMM: where FEW comes from."""
-    from kvframe.kernels import cpu
+    from kvframe.kernels import cpu_work
 
     for dtype in (torch.float32, torch.bfloat16):
         for context in (64, 512, 4096):
@@ -163,7 +163,7 @@ def prefill(rounds: int) -> None:
                 case = make(1, context, dtype, 4, chunk)
 
                 def run(few, case=case):
-                    cpu.FEW, case.kernel._plan = few, None
+                    cpu_work.FEW, case.kernel._plan = few, None
                     case.attend()
 
                 t = in_turns(rounds, tokens=lambda run=run: run(1000), gemm=lambda run=run: run(0))

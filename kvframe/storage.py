@@ -37,6 +37,7 @@ class LayerStorage:
         tail_k, tail_v: open groups where the codec seals, else None; shared with the source like the planes.
         last_reader: no layer behind this one reads what it reads.
         sink_queries: the rule has a `sink_position`, so the kernel gets a second query.
+        memo: what its kernel derived from all of this, under a name of its own.
     """
 
     spec: LayerSpec
@@ -53,6 +54,7 @@ class LayerStorage:
     tail_v: Tail | None = None
     last_reader: bool = True
     sink_queries: bool = field(init=False)
+    memo: dict = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self):
         self.sink_queries = has_sink_queries(self.retention)

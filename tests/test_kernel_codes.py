@@ -166,11 +166,11 @@ def test_what_is_not_read():
 @pytest.mark.parametrize("name", cpu_codes.FORMATS)
 def test_bits_without_conversions_of_the_processor(name, monkeypatch):
     """Both ways of widening 256 codes."""
-    for native in (True, False):
-        if native and not cpu_bits.converts_halves():
+    for converts in (True, False):
+        if converts and not cpu_bits.converts_halves():
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_bits, "converts_halves", lambda native=native: native)
+            patch.setattr(cpu_bits, "converts_halves", lambda converts=converts: converts)
 
             def widen(source, target):
                 x, y = pointer(name, source), pointer("float32", target)
@@ -226,7 +226,7 @@ def test_nothing_is_compiled_for_a_request(codec, monkeypatch):
     monkeypatch.setattr(native, "_callbacks", made)
     cfg = ["model=random", "model.shape=tiny", "cache=paged", f"cache/codec={codec}", "cache.memory=4MiB", "kernel=cpu"]
     engine = build(compose([*cfg, "engine.max_len=96", "engine.max_step_tokens=64"]))
-    assert set(made) == (PLAIN if codec == "none" else CODED)
+    assert set(made) == (PLAIN if codec == "none" else CODED) | {("rotate", "float32")}
     before = set(made)
     long = SamplingParams(max_new_tokens=4, ignore_eos=True, n=2, temperature=1.0)
     engine.generate([Request(prompt_tokens=[5] * 70, sampling=long), Request(prompt_tokens=[6] * 3, sampling=long)])

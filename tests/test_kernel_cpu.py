@@ -17,7 +17,8 @@ from kvframe_plugins.no_codec import NoCodec
 from numba.core import caching
 
 from kvframe.kernels import cpu, cpu_prefill, native
-from kvframe.kernels.cpu import FEW, CpuKernel
+from kvframe.kernels.cpu import CpuKernel
+from kvframe.kernels.cpu_work import FEW
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.parts import Band
 from kvframe.testing.steps import Step, make_spec, make_step
@@ -125,10 +126,11 @@ def test_no_folder_for_the_cache(monkeypatch):
 
 
 PLAIN = "float32", "float32", "float32"
-COMPILED = [("scatter",), ("norm",), ("linear", False), ("linear", True), ("rotate", "bfloat16"), ("attend", *PLAIN, "float32", "float32")]
+COMPILED = [("scatter",), ("norm",), ("linear", False), ("linear", True), ("rotate", "bfloat16"), ("chain",)]
+COMPILED += [("attend", *PLAIN, "float32", "float32"), ("encode", "bfloat16", "int8")]
 
 
-@pytest.mark.parametrize("name", [*COMPILED, ("encode", "bfloat16", "int8")], ids=str)
+@pytest.mark.parametrize("name", COMPILED, ids=str)
 def test_a_process_finds_what_another_one_compiled(name):
     """numba takes what a function closes over into its key: another function there has another key in each process."""
     cells = [cell.cell_contents for cell in native.maker(*name).__closure__]

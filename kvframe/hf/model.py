@@ -23,7 +23,7 @@ from kvframe.types import LayerSpec, StepPlan
 log = logging.getLogger(__name__)
 
 DRY = 4  # tokens of the dry forward
-LONGEST = {True: 32, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere: more, and Python is little
+LONGEST = {True: 32, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere
 
 
 class HFModel:

@@ -58,13 +58,10 @@ class Binding:
         self.calls += 1
         return self.layers[(self.calls - 1) % len(self.layers)]
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Shapes as in `attention`."""
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`q [T, Hq, Dk]`, `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` -> `[T, Hq, Dv]`, by the cache and plan of this step."""
         running = self.running
-        if running.batch is not None:
-            return running.batch.attend(self.turn(), query, key, value)
-        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-        return running.cache.attend(self.turn(), q, k, v, running.plan).unsqueeze(0)
+        return running.cache.attend(self.turn(), q, k, v, running.plan)
 
 
 def attention(module, query, key, value, attention_mask=None, **kwargs):
@@ -76,9 +73,12 @@ def attention(module, query, key, value, attention_mask=None, **kwargs):
     running = binding.running
     if torch.compiler.is_compiling():
         return opaque.attend(query, key, value, binding.turn(), running.number, binding.spec.v_dim), None
-    if running.batch is None and running.plan is None:
+    if running.batch is not None:
+        return running.batch.attend(binding.turn(), query, key, value), None
+    if running.plan is None:
         raise _nobody(module)
-    return opaque.one(binding.attend, query, key, value), None
+    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    return opaque.one(binding.attend, *flat).unsqueeze(0), None
 
 
 def _nobody(module: nn.Module) -> ConfigError:

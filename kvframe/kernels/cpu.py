@@ -13,39 +13,20 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.kernels.cpu_codes import DTYPES, Reader, likely_readers, reader
-from kvframe.kernels.cpu_prefill import Chunk, make_chunk, prefill
+from kvframe.kernels.cpu_layer import Layer, attend_name
+from kvframe.kernels.cpu_prefill import prefill
+from kvframe.kernels.cpu_work import Deal, Work, split_work
 from kvframe.kernels.native import address, callback, run, team
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
-FEW = 16  # most new tokens of a request that goes token by token; see benchmarks/attention_cpu.py --prefill
 ALONE = 1 << 18  # bytes of keys and values that one thread has read before another one would be awake
-
-
-@dataclass(slots=True)
-class Work:
-    """A step of one layer group, for all its layers: items for the compiled function and chunks for GEMMs.
-
-    Attributes:
-        items: int64 [n, 8], see `cpu_decode`; tables: int32 [R, B]; slots: int64 [T]; keys: what the items read.
-        split: some token has more than one item.
-        apart: some item reads a second query, in row `T + token`.
-    """
-
-    items: np.ndarray
-    tables: np.ndarray
-    slots: np.ndarray
-    keys: int
-    split: bool
-    apart: bool
-    chunks: list[Chunk]
 
 
 class CpuKernel(Kernel):
@@ -60,7 +41,6 @@ class CpuKernel(Kernel):
     def __init__(self):
         self._plan: StepPlan | None = None
         self._work: dict[tuple, Work] = {}
-        self._readers: dict[int, tuple[Codec, Codec, LayerSpec, Reader, Reader]] = {}
         self._args = (ctypes.c_int64 * 32)()
         self._at = ctypes.addressof(self._args)
         self._buffers: dict[str, np.ndarray] = {}
@@ -99,14 +79,14 @@ class CpuKernel(Kernel):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Copies or encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
-        work = self._prepare(storage, plan)
-        k_reader, v_reader = self._read(storage)
-        if k_reader.plain and v_reader.plain:
+        layer = storage.memo.get("cpu") or Layer.of(storage)
+        work = self._prepare(layer, storage, plan)
+        if layer.plain:
             self._scatter(k, v, storage.k["payload"], storage.v["payload"], work)
             return
         for x, codec, planes, how in (
-            (k, storage.codec_k, storage.k, k_reader),
-            (v, storage.codec_v, storage.v, v_reader),
+            (k, storage.codec_k, storage.k, layer.k_how),
+            (v, storage.codec_v, storage.v, layer.v_how),
         ):
             if how.peak is not None and x.dtype in (torch.float32, torch.bfloat16):
                 self._encode(x, planes, how, work)
@@ -117,15 +97,14 @@ class CpuKernel(Kernel):
 
     def _scatter(self, k, v, k_plane: torch.Tensor, v_plane: torch.Tensor, work: Work) -> None:
         """Plain vectors to their slots of the planes `[N, S, Hkv, D]`."""
-        k, v = (
-            x if x.stride(-1) == 1 and x.dtype is plane.dtype else x.to(plane.dtype).contiguous()
-            for x, plane in ((k, k_plane), (v, v_plane))
-        )
-        size = k.element_size()
+        k, v = _ready(k, k_plane), _ready(v, v_plane)
+        size, (tokens, heads, dk), (k_token, k_head, _), (v_token, v_head, _) = (
+            k.element_size(), k.shape, k.stride(), v.stride(),
+        )  # fmt: skip
         struct.pack_into(
-            "13q", self._args, 0, k.shape[0], address(work.slots), k.shape[1],
-            k.data_ptr(), k.stride(0) * size, k.stride(1) * size, k_plane.data_ptr(), k.shape[2] * size,
-            v.data_ptr(), v.stride(0) * size, v.stride(1) * size, v_plane.data_ptr(), v.shape[2] * size,
+            "13q", self._args, 0, tokens, work.at[2], heads,
+            k.data_ptr(), k_token * size, k_head * size, k_plane.data_ptr(), dk * size,
+            v.data_ptr(), v_token * size, v_head * size, v_plane.data_ptr(), v.shape[2] * size,
         )  # fmt: skip
         callback("scatter")(self._at)
 
@@ -134,78 +113,70 @@ class CpuKernel(Kernel):
         x = x if x.stride(-1) == 1 else x.contiguous()
         scales = planes.get("scale")
         struct.pack_into(
-            "9q3d", self._args, 0, x.shape[0], x.shape[1], x.shape[2], address(work.slots), x.data_ptr(), x.stride(0),
+            "9q3d", self._args, 0, x.shape[0], x.shape[1], x.shape[2], work.at[2], x.data_ptr(), x.stride(0),
             x.stride(1), planes["payload"].data_ptr(), 0 if scales is None else scales.data_ptr(),
             how.peak, how.most, how.fixed,
         )  # fmt: skip
         callback("encode", str(x.dtype).removeprefix("torch."), how.type)(self._at)
 
-    def _read(self, storage: LayerStorage) -> tuple[Reader, Reader]:
-        """How the planes of a layer are read."""
-        codecs, spec = (storage.codec_k, storage.codec_v), storage.spec
-        held = self._readers.get(id(storage))  # which may have been the id of a layer that is gone
-        if held is None or held[0] is not codecs[0] or held[1] is not codecs[1] or held[2] is not spec:
-            if len(self._readers) > 4096:  # layers of caches that are gone
-                self._readers.clear()
-            found = [reader(codec, dim, spec.dtype) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
-            held = self._readers[id(storage)] = (*codecs, spec, *found)
-        return held[3], held[4]
-
     def attend(
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`q [T, Hq, Dk]` (and `sink_q [T, Hq, Dk]` for the sinks) -> `out [T, Hq, Dv]`."""
-        work = self._prepare(storage, plan)
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        out = torch.empty(q.shape[0], q.shape[1], storage.spec.v_dim, dtype=q.dtype)
+        layer = storage.memo.get("cpu") or Layer.of(storage)
+        work = self._prepare(layer, storage, plan)
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out = torch.empty((q.shape[0], q.shape[1], storage.spec.v_dim), dtype=q.dtype)
         if len(work.items):
-            self._decode(torch.cat([q, sink_q]) if work.apart else q, out, storage, work)
+            self._decode(torch.cat([q, sink_q]) if work.apart else q, out, layer, storage, work)
         for chunk in work.chunks:
             rows = slice(chunk.start, chunk.stop)
             prefill(q[rows], out[rows], storage, chunk, None if sink_q is None else sink_q[rows])
         return out
 
-    def _prepare(self, storage: LayerStorage, plan: StepPlan) -> Work:
+    def _prepare(self, layer: Layer, storage: LayerStorage, plan: StepPlan) -> Work:
         """What all layers of a group share, made once per step."""
         if self._plan is not plan:
             self._plan, self._work = plan, {}
-        rule = storage.retention
-        key = (storage.group, rule.window, rule.sinks, storage.block_size)
-        work = self._work.get(key)
+        work = self._work.get(layer.key)
         if work is None:
-            work = self._work[key] = split_work(plan.host or plan, *key, rule.sink_position)
+            made = split_work(plan.host or plan, *layer.key, storage.retention.sink_position)
+            work = self._work[layer.key] = made
         return work
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, storage: LayerStorage, work: Work) -> None:
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: Layer, storage: LayerStorage, work: Work) -> None:
         """Fills the rows of `out [T, Hq, Dv]` that belong to decode tokens."""
-        from kvframe.kernels.cpu_decode import scratch_bytes
+        deal = work.deals.get(layer.shape) or self._deal(layer, work)
+        if deal.done is not None:
+            deal.done[:] = 0
+        items, tables, _ = work.at
+        scratch, partial, done = deal.buffers
+        k_scale, v_scale = storage.k.get("scale"), storage.v.get("scale")
+        struct.pack_into(
+            "23q3d4q", self._args, 0, 0, 0, deal.pieces, deal.per_work, scratch, deal.scratch,
+            q.data_ptr(), q.stride(0), q.stride(1), storage.k["payload"].data_ptr(), storage.v["payload"].data_ptr(),
+            out.data_ptr(), layer.sinks_at, items, tables, work.tables.shape[1], partial, done, *layer.sizes,
+            *layer.factors, 0 if k_scale is None else k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr(),
+            *layer.tables_at,
+        )  # fmt: skip
+        run(layer.function, self._at, deal.threads)
 
-        spec, items = storage.spec, len(work.items)
-        k_how, v_how = self._read(storage)
-        hq, hkv, dk, dv = spec.q_heads, spec.kv_heads, spec.k_dim, spec.v_dim
-        planes = storage.k["payload"], storage.v["payload"]
-        nbytes = work.keys * hkv * sum(d * plane.element_size() for d, plane in zip((dk, dv), planes))
-        threads = torch.get_num_threads() if nbytes > ALONE and team() is not None else 1
-        # how heads are dealt out to threads changes no result: each head is computed the same way
+    def _deal(self, layer: Layer, work: Work) -> Deal:
+        """How heads are dealt out to threads changes no result: each head is computed the same way."""
+        (hq, hkv, _, dv), items = layer.sizes[:4], len(work.items)
+        many = work.keys * layer.key_bytes > ALONE and team() is not None
+        threads = torch.get_num_threads() if many else 1
         per_work = hkv if items >= 2 * threads or threads == 1 else max(1, hkv * items // (2 * threads))
         pieces = items * -(-hkv // per_work)
-        sinks = None if storage.learned_sinks is None else storage.learned_sinks.float().contiguous()
-        done = self._buffer("done", items * hkv) if work.split else None
-        if done is not None:
-            done[: items * hkv] = 0
-        tables = [how.table for how in (k_how, v_how)]
-        scales = [x.get("scale") for x in (storage.k, storage.v)]
-        size = scratch_bytes(hq, dk, dv, hkv * max(dk, dv) if any(x is not None for x in tables) else 0)
-        struct.pack_into(
-            "23q3d4q", self._args, 0, 0, 0, pieces, per_work, address(self._buffer("scratch", threads * size // 8)),
-            size, q.data_ptr(), q.stride(0), q.stride(1), *(plane.data_ptr() for plane in planes), out.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(), address(work.items), address(work.tables), work.tables.shape[1],
-            address(self._buffer("partial", items * hq * (dv + 2) // 2 + 1)) if work.split else 0,
-            0 if done is None else address(done), hq, hkv, dk, dv, storage.block_size,
-            spec.scale * k_how.factor, spec.softcap or 0.0, v_how.factor,
-            *(0 if x is None else x.data_ptr() for x in scales), *(0 if x is None else address(x) for x in tables),
+        scratch = self._buffer("scratch", threads * layer.scratch // 8)
+        partial = self._buffer("partial", items * hq * (dv + 2) // 2 + 1) if work.split else None
+        done = self._buffer("done", items * hkv)[: items * hkv] if work.split else None
+        held = (scratch, partial, done)
+        deal = work.deals[layer.shape] = Deal(
+            threads=min(threads, pieces), pieces=pieces, per_work=per_work, scratch=layer.scratch,
+            buffers=tuple(0 if x is None else address(x) for x in held), done=done, holds=held,
         )  # fmt: skip
-        run(callback(*attend_name(spec.dtype, k_how, v_how)), self._at, min(threads, pieces))
+        return deal
 
     def _buffer(self, name: str, words: int) -> np.ndarray:
         """An int64 array of at least so many words, the same one from call to call."""
@@ -215,66 +186,5 @@ class CpuKernel(Kernel):
         return held
 
 
-def attend_name(dtype: str, k: Reader, v: Reader) -> tuple[str, ...]:
-    """Which compiled function attends to what these read."""
-    return "attend", dtype, k.type, v.type, k.scale or "float32", v.scale or "float32"
-
-
-# ---------------------------------------------------------------- the plan, split into work
-
-
-def split_work(
-    plan: StepPlan, group: int, window: int | None, sinks: int, block_size: int, sink_position=lambda q_pos: None
-) -> Work:
-    """Sorts the requests of a step into items and chunks. sink_position: see Retention."""
-    starts, positions = np.asarray(plan.query_starts), np.asarray(plan.positions, dtype=np.int64)
-    tables = np.ascontiguousarray(plan.groups[group].tables, dtype=np.int32)
-    slots = np.ascontiguousarray(plan.groups[group].slots, dtype=np.int64)
-    counts = np.diff(starts)
-    tokens = np.flatnonzero(np.repeat(counts <= FEW, counts))  # numbers of the tokens of decode requests
-    rows = np.repeat(np.arange(len(counts)), counts)[tokens]
-    seen_from = sink_position(positions)
-    apart = None if seen_from is None or (seen_from == positions).all() else seen_from != positions
-    second = None if apart is None else tokens + len(positions) * apart[tokens]
-    items, keys = make_items(tokens, rows, positions[tokens], window, sinks, second)
-    chunks = []
-    for r in np.flatnonzero(counts > FEW):
-        a, b = int(starts[r]), int(starts[r + 1])
-        far = apart is not None and bool(apart[a:b].any())
-        chunks.append(make_chunk(a, b, int(positions[a]), tables[r], window, sinks, block_size, far))
-    some = apart is not None and bool(apart[tokens].any())
-    return Work(items, tables, slots, keys, bool((items[:, 7] > 1).any()), some, chunks)
-
-
-def make_items(tokens, rows, positions, window: int | None, sinks: int, second=None) -> tuple[np.ndarray, int]:
-    """Items `[n, 8]` of decode tokens, and the keys they read. `tokens`, `rows`, `positions`: [m].
-
-    See the drawing in `cpu_decode`: a token has the splits that hold a sink, then those that hold the window. Where
-    `second [m]` names another row of queries than `tokens`, sinks and window have items of their own.
-    """
-    from kvframe.kernels.cpu_decode import ITEM, SPLIT
-
-    stop = positions + 1
-    low = np.zeros_like(stop) if window is None else np.maximum(stop - window, 0)
-    sink = np.minimum(low, sinks)  # visible are [0, sink) and [low, stop)
-    first_window = low // SPLIT
-    sink_splits = np.minimum(-(-sink // SPLIT), first_window)  # those that hold nothing of the window
-    if second is not None:
-        sink_splits = np.where(second != tokens, -(-sink // SPLIT), sink_splits)
-    count = sink_splits + (stop - 1) // SPLIT - first_window + 1
-    owner = np.repeat(np.arange(len(tokens)), count)  # [n]
-    first = np.cumsum(count) - count
-    j = np.arange(len(owner)) - first[owner]
-    grid = np.where(j < sink_splits[owner], j, j - sink_splits[owner] + first_window[owner]) * SPLIT
-    items = np.empty((len(owner), ITEM), dtype=np.int64)
-    items[:, 0], items[:, 1] = tokens[owner], rows[owner]
-    for column, (a, b) in ((2, (0, sink[owner])), (4, (low[owner], stop[owner]))):
-        items[:, column] = np.clip(a, grid, grid + SPLIT)
-        items[:, column + 1] = np.clip(b, grid, grid + SPLIT)
-    if second is not None:
-        far, of_sinks = (second != tokens)[owner], j < sink_splits[owner]
-        items[:, 0] = np.where(of_sinks, second[owner], tokens[owner])
-        items[far & of_sinks, 4:6] = 0
-        items[far & ~of_sinks, 2:4] = 0
-    items[:, 6], items[:, 7] = first[owner], count[owner]
-    return items, int((sink + stop - low).sum())
+def _ready(x: torch.Tensor, plane: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(2) == 1 and x.dtype is plane.dtype else x.to(plane.dtype).contiguous()

@@ -1,7 +1,7 @@
 """What a forward does between two attention layers, as one native call on rows of bf16 (numba).
 
-At few tokens such a stretch (a product, a residual, a norm, two products around an activation, ...) takes less time than
-Python needs to call its operations. A chain has them as instructions, in memory that it owns:
+At few tokens such a stretch (a product, a residual, a norm, two products around an activation, ...) takes less time
+than Python needs to call its operations. A chain has them as instructions, in memory that it owns:
 
     args [NARGS] int64      index  name                 meaning
                             0      (not used)
@@ -10,8 +10,8 @@ Python needs to call its operations. A chain has them as instructions, in memory
                             3, 4   ARRIVED, GENERATION  where threads meet
                             5..    LIST                 of each instruction: what it is, address of its block
 
-A block has the layout of the function that does it alone (`cpu_linear`, `cpu_norm`, `cpu_rotary`, or EW_* here). Results
-are rounded to bf16 after each operation, as torch rounds them.
+A block has the layout of the function that does it alone (`cpu_linear`, `cpu_norm`, `cpu_rotary`; element-wise ones:
+see below). Results are rounded to bf16 after each operation, as torch rounds them.
 
 Shape legend: M rows.
 """
@@ -131,7 +131,7 @@ class Chain:
     def _whole(self, buffer: int) -> Rows:
         return Rows(buffer, 0, 0, 0)
 
-    def _list(self, op: int, block: ctypes.Array, rows: int, places: dict[int, Rows], fixed: dict | None = None) -> None:
+    def _list(self, op: int, block: ctypes.Array, rows: int, places: dict[int, Rows], fixed: dict | None = None):
         """Takes an instruction. rows: word of its block that says M. places: word -> what it is the address of."""
         self._lists.append((op, block, rows))
         for word, place in places.items():

@@ -5,8 +5,28 @@ from __future__ import annotations
 from numba import njit
 
 from kvframe.kernels.cpu_chain import (
-    ADD, ARRIVED, COUNT, GENERATION, LINEAR, LIST, MULTIPLY, NEXT, NORM, NOTHING, OUT, PATIENCE, ROTATE, ROWS, SEVERAL,
-    SILU, THREADS, WIDEN, WIDTH, X, X_S, Y, Y_S,
+    ADD,
+    ARRIVED,
+    COUNT,
+    GENERATION,
+    LINEAR,
+    LIST,
+    MULTIPLY,
+    NEXT,
+    NORM,
+    NOTHING,
+    OUT,
+    PATIENCE,
+    ROTATE,
+    ROWS,
+    SEVERAL,
+    SILU,
+    THREADS,
+    WIDTH,
+    X_S,
+    Y_S,
+    X,
+    Y,
 )  # fmt: skip
 from kvframe.kernels.cpu_math import give_way, rounded_add8, rounded_mul8, silu8, team_size
 from kvframe.kernels.cpu_multiply import one, several

@@ -5,8 +5,8 @@ from __future__ import annotations
 from numba import float32, njit
 
 from kvframe.kernels import cpu_rotary
-from kvframe.kernels.cpu_norm import EPS, NEXT, OFFSET, OUT, PIECE, ROWS, N, W, X
 from kvframe.kernels.cpu_math import rounded_add8, rounded_mul8
+from kvframe.kernels.cpu_norm import EPS, NEXT, OFFSET, OUT, PIECE, ROWS, N, W, X
 from kvframe.kernels.cpu_vector import (
     add8,
     f32,

@@ -7,7 +7,6 @@ stretches. Each chain is held against what torch computed when it was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from kvframe.hf.linear import ByRows
 from kvframe.hf.replay.layout import Layout, layout
 from kvframe.hf.replay.patterns import ADD, MULTIPLY
 from kvframe.hf.replay.program import Name, Program, Step, names
-from kvframe.hf.replay.tape import CannotReplay, tensors
+from kvframe.hf.replay.tape import CannotReplay
 from kvframe.kernels import cpu_chain
 from kvframe.kernels.cpu_chain import Chain, Instruction, Rows
 from kvframe.kernels.cpu_linear import ROWS
@@ -51,6 +50,7 @@ class _Finder:
         self.program, self.samples = program, program.samples
         self.steps: list[Step | _Stretch] = []
         self.open: _Stretch | None = None
+        self._by_name = {step.name: step for step in program.steps}
         self._made: dict[str, list[Name]] = {}  # step -> the tensors that it made
         for name in self.samples:
             self._made.setdefault(name.text.partition("[")[0], []).append(name)
@@ -74,7 +74,7 @@ class _Finder:
             shown = [name for step in part.made for name in self._names_of(step) if name in used]
             steps.append(self._chain(part, shown, Name(f"c{number}")))
             renamed |= {name: Name(f"c{number}[{i}]") for i, name in enumerate(shown)}
-        return self.program.of(steps).renamed(renamed)
+        return _without_idle_views(self.program.of(steps).renamed(renamed))
 
     def _plain(self) -> list[Step]:
         return [part for part in self.steps if isinstance(part, Step)]
@@ -138,10 +138,23 @@ class _Finder:
             return Rows(buffer, found.offset, found.stride, found.width)
         if not (self.samples[name][0].is_contiguous() and found.stride == found.width):
             return None
+        name = self._origin(name)
         if name not in stretch.inputs:
             stretch.inputs.append(name)
             stretch.width[name] = found.width
         return Rows(stretch.inputs.index(name), 0, found.width, found.width)
+
+    def _origin(self, name: Name) -> Name:
+        """The value of which this one is nothing but another shape: `Chain` looks at memory only."""
+        while True:
+            step = self._by_name.get(name)
+            read = [] if step is None else [n for n in names((step.args, step.kwargs)) if n in self.samples]
+            if len(read) != 1:
+                return name
+            for mine, other in zip(self.samples[name], self.samples[read[0]]):
+                if mine.data_ptr() != other.data_ptr() or mine.numel() != other.numel() or not other.is_contiguous():
+                    return name
+            name = read[0]
 
     def _view(self, step: Step) -> bool:
         """Takes a step that only looks at what the stretch made in another shape; lets one that looks at something
@@ -195,6 +208,24 @@ def _reading(step: Step):
             if step.function in functions:
                 return op, step.args, ()
     return None
+
+
+def _without_idle_views(program: Program) -> Program:
+    """Without the views that nobody looks at any more."""
+    used, kept = {program.out.text.partition("[")[0]}, []
+    for step in reversed(program.steps):
+        sample = program.samples.get(step.name)
+        read = list(names((step.args, step.kwargs)))
+        view = sample is not None and any(
+            sample[0].untyped_storage().data_ptr() == other[0].untyped_storage().data_ptr()
+            for other in (program.samples.get(name) for name in read)
+            if other is not None
+        )
+        if view and step.name.text not in used:
+            continue
+        used |= {name.text.partition("[")[0] for name in read}
+        kept.append(step)
+    return program.of(kept[::-1])
 
 
 def chained(program: Program) -> Program:

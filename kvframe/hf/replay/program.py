@@ -1,8 +1,8 @@
 """One function made of two recordings of a forward.
 
-The recordings differ in their number of tokens T and of wanted logits K, and in nothing else: the same functions, called
-with tensors of the same origin, and with the same numbers, except where one saw its own T or K, and the other one its
-own. There the program writes `T` or `K`:
+The recordings differ in their number of tokens T and of wanted logits K, and in nothing else: the same functions,
+called with tensors of the same origin, and with the same numbers, except where each saw its own T or K. There the
+program writes `T` or `K`:
 
     recorded with 3 tokens      view(v7, (1, 3, -1, 64))
     recorded with 5 tokens      view(v7, (1, 5, -1, 64))

@@ -41,20 +41,21 @@ class Replayed:
 class StandIn:
     """Attention of a forward that no cache runs: a mix of q, k and v that tells tokens, heads and layers apart."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q [1, Hq, T, Dk]`, `k [1, Hkv, T, Dk]`, `v [1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: None) -> torch.Tensor:
+        """`q [T, Hq, Dk]`, `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` -> `[T, Hq, Dv]`."""
         heads = torch.arange(q.shape[1], device=q.device) * k.shape[1] // q.shape[1]
-        weight = torch.sigmoid((q.float() * k.float()[:, heads]).mean(-1, keepdim=True) + 0.01 * layer)
-        return (weight * v.float()[:, heads]).to(v.dtype).transpose(1, 2).contiguous()
+        weight = torch.sigmoid((q * k[:, heads]).float().mean(-1, keepdim=True) + 0.01 * layer)
+        return v[:, heads] * weight.to(v.dtype)
 
 
 @contextmanager
 def _standing_in(running):
-    before, running.batch = running.batch, StandIn()
+    before = running.cache, running.plan
+    running.cache, running.plan = StandIn(), object()
     try:
         yield
     finally:
-        running.batch = before
+        running.cache, running.plan = before
 
 
 def replayed(
@@ -71,7 +72,8 @@ def replayed(
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         raise CannotReplay("its modules have hooks")
     with torch.inference_mode(), _standing_in(running):
-        plain = rotations(unified(*(_record(module, inputs(*size, START), size, size is RECORDED[0]) for size in RECORDED)))
+        first, second = (_record(module, inputs(*size, START), size, size is RECORDED[0]) for size in RECORDED)
+        plain = rotations(unified(first, second))
         given = [inputs(*size, START + number) for number, size in enumerate((*PROVED, (longest, 7)))]
         wanted = [module(**some)[0] for some in given]
         try:

@@ -1,8 +1,8 @@
 """Which functions of torch a forward calls, in which order, with what.
 
-A torch function mode sees every call from Python, once, with the tensors themselves; a dispatch mode below it sees what
-the calls do: whether a value decided something, or chance did. Functions of kvframe that go through `opaque.one` are one
-call.
+A torch function mode sees every call from Python, once, with the tensors themselves; a dispatch mode below it sees
+what the calls do: whether a value decided something, or chance did. Functions of kvframe that go through `opaque.one`
+are one call.
 """
 
 from __future__ import annotations
