@@ -72,8 +72,8 @@ class _Finder:
                 steps.append(part)
                 continue
             shown = [name for step in part.made for name in self._names_of(step) if name in used]
-            steps.append(self._chain(part, shown, Name(f"c{number}")))
-            renamed |= {name: Name(f"c{number}[{i}]") for i, name in enumerate(shown)}
+            steps.append(self._chain(part, shown, Name(f"s{number}")))
+            renamed |= {name: Name(f"s{number}[{i}]") for i, name in enumerate(shown)}
         return _without_idle_views(self.program.of(steps).renamed(renamed))
 
     def _plain(self) -> list[Step]:
@@ -122,7 +122,7 @@ class _Finder:
         stretch.buffers.append(out.width)
         buffer = -len(stretch.buffers)
         for sample in self.samples[step.name]:
-            stretch.held[sample.untyped_storage().data_ptr()] = buffer
+            stretch.held[_storage(sample)] = buffer
         if op == cpu_chain.ROTATE:
             more, y = (x.shape[1], *places[1:]), None
         else:
@@ -133,7 +133,7 @@ class _Finder:
 
     def _rows(self, stretch: _Stretch, name: Name, found: Layout) -> Rows | None:
         """Where a value lies: in a buffer of the stretch, or in an input, which comes into its own memory."""
-        buffer = stretch.held.get(self.samples[name][0].untyped_storage().data_ptr())
+        buffer = stretch.held.get(_storage(self.samples[name][0]))
         if buffer is not None:
             return Rows(buffer, found.offset, found.stride, found.width)
         if not (self.samples[name][0].is_contiguous() and found.stride == found.width):
@@ -163,15 +163,15 @@ class _Finder:
             return False
         made = [sample for name in self._names_of(step) for sample in self.samples[name]]
         read = [sample for name in names((step.args, step.kwargs)) for sample in self.samples.get(name, ())]
-        storages = {sample.untyped_storage().data_ptr() for sample in made}
-        if not made or not read or not storages <= {sample.untyped_storage().data_ptr() for sample in read}:
+        storages, others = ({_storage(sample) for sample in samples} for samples in (made, read))
+        if not made or not storages <= others:
             return False
         if storages <= set(self.open.held):
             if all(self._layout(name) is not None for name in self._names_of(step)):
                 self.open.made.append(step)
                 return True
             return False
-        if storages & set(self.open.held):
+        if others & set(self.open.held):
             return False
         self.steps.append(step)
         return True
@@ -180,7 +180,7 @@ class _Finder:
         outputs = []
         for value in shown:
             found, sample = self._layout(value), self.samples[value][0]
-            rows = Rows(stretch.held[sample.untyped_storage().data_ptr()], found.offset, found.stride, found.width)
+            rows = Rows(stretch.held[_storage(sample)], found.offset, found.stride, found.width)
             outputs.append((rows, found.shape, found.strides, found.at))
         widths = [stretch.width[value] for value in stretch.inputs]
         chain = Chain(stretch.instructions, stretch.buffers, widths, outputs, ROWS)
@@ -210,6 +210,10 @@ def _reading(step: Step):
     return None
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _without_idle_views(program: Program) -> Program:
     """Without the views that nobody looks at any more."""
     used, kept = {program.out.text.partition("[")[0]}, []
@@ -217,7 +221,7 @@ def _without_idle_views(program: Program) -> Program:
         sample = program.samples.get(step.name)
         read = list(names((step.args, step.kwargs)))
         view = sample is not None and any(
-            sample[0].untyped_storage().data_ptr() == other[0].untyped_storage().data_ptr()
+            _storage(sample[0]) == _storage(other[0])
             for other in (program.samples.get(name) for name in read)
             if other is not None
         )

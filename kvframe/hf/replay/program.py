@@ -220,8 +220,9 @@ def _both(a: Any, b: Any, left: _Origins, right: _Origins, where: Any) -> Any:
             return a
         if type(a) is int:
             for size in left.sizes:
-                if (a, b) == (left.sizes[size], right.sizes[size]):
-                    return Name(size)
+                times, rest = divmod(a, left.sizes[size])
+                if times > 0 and not rest and b == times * right.sizes[size]:
+                    return Name(size if times == 1 else f"{times} * {size}")
     raise CannotReplay(f"{where} is called with {_short(a)} and with {_short(b)}")
 
 

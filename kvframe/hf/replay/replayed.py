@@ -67,8 +67,17 @@ def replayed(
         module: the model, bound. running: what its attention layers share (see kvframe.hf.seam).
         inputs: (T, K, first position) -> the arguments of a forward.
         longest: tokens of a step that is replayed. A model may treat long inputs in another way.
-    Raises: CannotReplay.
+    Raises: CannotReplay, whatever went wrong: the modules are there.
     """
+    try:
+        return _replayed(module, running, inputs, longest)
+    except CannotReplay:
+        raise
+    except Exception as error:
+        raise CannotReplay(f"{type(error).__name__}: {error}") from error
+
+
+def _replayed(module, running, inputs, longest: int) -> Replayed:
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         raise CannotReplay("its modules have hooks")
     with torch.inference_mode(), _standing_in(running):

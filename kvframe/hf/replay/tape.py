@@ -35,7 +35,7 @@ class Call:
 
 
 class Tape(TorchFunctionMode):
-    """Records the calls that make tensors while it is active.
+    """Records the calls that make or write tensors while it is active.
 
     Attributes:
         calls: in their order. They keep their tensors, so that no two share an id.
@@ -58,7 +58,7 @@ class Tape(TorchFunctionMode):
         else:
             with _Watch(self._kept):
                 out = function(*args, **kwargs)
-        if any(True for _ in tensors(out)):
+        if next(tensors(out), None) or out is None and next(tensors((args, *kwargs.values())), None):  # it may write
             self.calls.append(Call(function, args, kwargs, out))
         return out
 
@@ -77,7 +77,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(tag in function.tags for tag in UNSAFE) and not _by_number(function, args):
+        if any(tag in function.tags for tag in UNSAFE) and not _harmless(function, args):
             raise CannotReplay(f"the forward depends on values ({function})")
         out = function(*args, **kwargs)
         if function._schema.is_mutable:
@@ -88,8 +88,10 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _by_number(function, args: tuple) -> bool:
-    """Is a tensor indexed by numbers, and not by a mask, whose values would decide the shape?"""
+def _harmless(function, args: tuple) -> bool:
+    """Is it dropout that drops nothing, or a tensor indexed by numbers (a mask's values would decide the shape)?"""
+    if function is torch.ops.aten.dropout.default:
+        return not args[2]
     if function is not torch.ops.aten.index.Tensor:
         return False
     return not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
