@@ -11,6 +11,12 @@ import torch
 from rich.table import Table
 
 from kvframe import Request, SamplingParams
+from kvframe.hf.linear import ByRows
+from kvframe.hf.replay.replayed import Replayed
+from kvframe.kernels.cpu_chain import Chain
+
+ATTENTION, LINEAR = "attention (store + attend)", "linear layers"
+CHAINS = "chains (linear layers, norms, rotary, activations)"
 
 
 @dataclass
@@ -29,6 +35,11 @@ class Profile:
         for name, ms in self.rows.items():
             table.add_row(name, f"{ms:.2f}", f"{100 * ms / total:.1f} %")
         return table
+
+
+def room(function) -> str:
+    """Where the time of a step of a replayed forward belongs."""
+    return CHAINS if isinstance(function, Chain) else LINEAR if isinstance(function, ByRows) else "operations"
 
 
 class Clocked:
@@ -69,13 +80,18 @@ def profile_decode(engine, jobs, steps: int = 20) -> Profile:
         engine.step()
     clock = Clocked()
     hooks = []
-    for part in engine.model.module.modules():
-        if isinstance(part, torch.nn.Linear):
-            hooks.append((part, part.forward))
-            part.forward = clock.wrap("linear layers", part.forward)
+    replayed = engine.model._run if isinstance(engine.model._run, Replayed) else None
+    if replayed is not None:
+        before = replayed.run
+        replayed.run = replayed.program.compiled(lambda function: clock.wrap(room(function), function))
+    else:
+        for part in engine.model.module.modules():
+            if isinstance(part, torch.nn.Linear):
+                hooks.append((part, part.forward))
+                part.forward = clock.wrap(LINEAR, part.forward)
     batch = len(engine.scheduler.running)
     with (
-        _replaced(engine.cache, "attend", clock.wrap("attention (store + attend)", engine.cache.attend)),
+        _replaced(engine.cache, "attend", clock.wrap(ATTENTION, engine.cache.attend)),
         _replaced(engine.cache, "plan", clock.wrap("planning", engine.cache.plan)),
         _replaced(engine.cache, "commit", clock.wrap("commit", engine.cache.commit)),
         _replaced(engine.cache, "stats", clock.wrap("meter", engine.cache.stats)),
@@ -87,14 +103,17 @@ def profile_decode(engine, jobs, steps: int = 20) -> Profile:
         for _ in range(steps):
             engine.step()
         total = time.perf_counter() - began
+    if replayed is not None:
+        replayed.run = before
     for part, forward in hooks:
         part.forward = forward
     for sequence in list(engine.scheduler.running):
         engine.abort(sequence.request_id)
     engine.step()
-    ms = {name: 1e3 * seconds / steps for name, seconds in clock.seconds.items()}
+    ms = {name: 1e3 * seconds / steps for name, seconds in clock.seconds.items() if name != "operations"}
     inside = ms.pop("forward")
-    ms["norms, rotary, activations, module calls"] = inside - ms["attention (store + attend)"] - ms["linear layers"]
+    known = sum(ms[name] for name in (ATTENTION, LINEAR, CHAINS) if name in ms)
+    ms["other operations, Python" if replayed else "norms, rotary, activations, module calls"] = inside - known
     step = 1e3 * total / steps
     ms["engine loop (text, bookkeeping)"] = step - sum(ms.values())
     return Profile(steps, batch, {"step": step, **dict(sorted(ms.items(), key=lambda row: -row[1]))})

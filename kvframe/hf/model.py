@@ -97,11 +97,13 @@ class HFModel:
 
     def weights_changed(self) -> None:
         """Makes the copies of `pack_weights` again, and what `replay` recorded, where there are any."""
+        replays = self._replays
+        if replays:
+            self._run, self._replays = self.module, False
         if self.packed_bytes is not None:
             packing.unpack(self.module)
             self.packed_bytes = packing.pack(self.module, self._alone)
-        if self._replays:
-            self._run, self._replays = self.module, False
+        if replays:
             self.replay()
 
     def pack_weights(self) -> int:

@@ -74,8 +74,8 @@ class Program:
         """The same without what the recordings saw."""
         return replace(self, samples={}, sizes=({}, {}))
 
-    def source(self) -> tuple[str, dict[str, Any]]:
-        """The text of a function `run`, and the globals that it needs."""
+    def source(self, around: Callable[[Callable], Callable] = lambda function: function) -> tuple[str, dict[str, Any]]:
+        """The text of a function `run`, and the globals that it needs. around: what is called instead of a function."""
         writer = _Writer()
         lines = [f"def run({', '.join(self.inputs)}):"]
         last = {name: i for i, step in enumerate(self.steps) for name in names((step.args, step.kwargs))}
@@ -86,14 +86,15 @@ class Program:
         for i, step in enumerate(self.steps):
             args = [writer.text(arg) for arg in step.args]
             args += [f"{key}={writer.text(value)}" for key, value in step.kwargs.items()]
-            lines.append(f" {step.name.text} = {writer.known('f', step.function)}({', '.join(args)})")
+            lines.append(f" {step.name.text} = {writer.known('f', around(step.function))}({', '.join(args)})")
             if i in gone:
                 lines.append(f" del {', '.join(gone[i])}")  # its memory serves what comes next
         lines.append(f" return {self.out.text}")
         return "\n".join(lines), writer.globals
 
-    def compiled(self) -> Callable:
-        text, space = self.source()
+    def compiled(self, around: Callable[[Callable], Callable] = lambda function: function) -> Callable:
+        """The function itself; see `source`."""
+        text, space = self.source(around)
         exec(compile(text, "<replayed forward>", "exec"), space)
         return space["run"]
 

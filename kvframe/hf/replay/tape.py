@@ -8,7 +8,7 @@ are one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,23 +41,19 @@ class Tape(TorchFunctionMode):
         calls: in their order. They keep their tensors, so that no two share an id.
     """
 
-    def __init__(self, kept: set[int], watched: bool):
-        """kept: addresses of the memory of parameters and buffers, which nothing may write. watched: look at what the
-        calls do, too; they do the same in a second recording."""
+    def __init__(self, watch: Watch):
+        """watch: what stands below it."""
         super().__init__()
         self.calls: list[Call] = []
-        self._kept, self._watched = kept, watched
+        self._watch = watch
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in SEEN:
             raise CannotReplay(f"the forward looks at values of a tensor ({name})")
-        if ours(function) or not self._watched:
+        with self._watch.aside(ours(function)):
             out = function(*args, **kwargs)
-        else:
-            with _Watch(self._kept):
-                out = function(*args, **kwargs)
         if next(tensors(out), None) or out is None and next(tensors((args, *kwargs.values())), None):  # it may write
             self.calls.append(Call(function, args, kwargs, out))
         return out
@@ -68,15 +64,27 @@ def ours(function: Callable) -> bool:
     return str(getattr(function, "__module__", "")).startswith("kvframe.")
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Refuses operations whose result is decided by values or by chance, and writes to what outlives the forward."""
 
     def __init__(self, kept: set[int]):
+        """kept: addresses of the memory of parameters and buffers, which nothing may write."""
         super().__init__()
-        self._kept = kept
+        self._kept, self._aside = kept, False
+
+    @contextmanager
+    def aside(self, really: bool) -> Iterator[None]:
+        """Inside the block it looks away, if so."""
+        before, self._aside = self._aside, self._aside or really
+        try:
+            yield
+        finally:
+            self._aside = before
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._aside:
+            return function(*args, **kwargs)
         if any(tag in function.tags for tag in UNSAFE) and not _harmless(function, args):
             raise CannotReplay(f"the forward depends on values ({function})")
         out = function(*args, **kwargs)
@@ -89,9 +97,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _harmless(function, args: tuple) -> bool:
-    """Is it dropout that drops nothing, or a tensor indexed by numbers (a mask's values would decide the shape)?"""
-    if function is torch.ops.aten.dropout.default:
-        return not args[2]
+    """Is it a tensor indexed by numbers (a mask's values would decide the shape)?"""
     if function is not torch.ops.aten.index.Tensor:
         return False
     return not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
@@ -108,7 +114,10 @@ def tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]
 
 @contextmanager
 def recording(module: torch.nn.Module, watched: bool = True) -> Iterator[Tape]:
-    kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    tape = Tape(kept, watched)
-    with tape:
+    """The forwards inside the block are on the tape. watched: what they do is looked at, too; a second recording does
+    the same. Without gradients, but not in inference mode: there an operation that is made of others is seen as one,
+    whatever they are."""
+    watch = Watch({tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())})
+    tape = Tape(watch)
+    with torch.inference_mode(False), torch.no_grad(), watch if watched else nullcontext(), tape:
         yield tape
