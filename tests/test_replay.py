@@ -210,3 +210,24 @@ def test_tokens_and_logits_are_told_apart():
     written = [value for step in program.steps for value in step.args]
     assert Name("2 * T") in written
     assert "def run(input_ids, position_ids, logits_to_keep)" in program.source()[0]
+
+
+def test_what_attention_got_is_its_own():
+    """A cache may keep keys and values as they came."""
+    model = random_model("tiny", "bfloat16")
+    model.pack_weights()
+    model.replay()
+    kept = []
+
+    class Keeping(StandIn):
+        def attend(self, layer, q, k, v, plan):
+            kept.append([(x, x.clone()) for x in (q, k, v)])
+            return super().attend(layer, q, k, v, plan)
+
+    model.running.cache, model.running.plan = Keeping(), object()
+    with torch.inference_mode():
+        for start in (1, 5, 9):
+            model._run(**model._sample_inputs(4, 1, start))
+    assert chains(model) and len(kept) == 3 * len(model.layers)
+    assert all(torch.equal(x, copy) for row in kept for x, copy in row)
+    assert not torch.equal(kept[0][0][1], kept[len(model.layers)][0][1])

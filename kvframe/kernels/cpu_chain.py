@@ -19,6 +19,7 @@ Shape legend: M rows.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,15 +62,29 @@ class Instruction:
     more: tuple = ()
 
 
+@dataclass(frozen=True)
+class Output:
+    """A tensor that shows rows of a buffer.
+
+    Attributes:
+        shape, strides: of the tensor; `at` is its dimension of rows.
+        kept: others see it, who may keep it: it gets memory of its own in each call. Otherwise it is good until the
+            next call.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    at: int
+    kept: bool
+
+
 class Chain:
     """Called with the inputs, each a tensor whose flat memory is M rows; answers the outputs.
-
-    The outputs lie in buffers of the chain: they are good until the next call.
 
     Args:
         instructions: in their order.
         buffers: width of each. inputs: width of each.
-        outputs: of each the Rows, and the shape and strides of the tensor that shows them, with the dimension of rows.
         rows: most rows.
     """
 
@@ -78,13 +93,17 @@ class Chain:
         instructions: Sequence[Instruction],
         buffers: Sequence[int],
         inputs: Sequence[int],
-        outputs: Sequence[tuple[Rows, tuple[int, ...], tuple[int, ...], int]],
+        outputs: Sequence[Output],
         rows: int,
     ):
-        self.rows, self.widths, self._outputs = rows, tuple(inputs), outputs
+        self.rows, self.widths, self.outputs = rows, tuple(inputs), tuple(outputs)
         self._buffers = [torch.zeros(rows * width, dtype=torch.bfloat16) for width in buffers]
+        kept = sorted({-1 - output.rows.source for output in outputs if output.kept})
+        starts = itertools.accumulate((buffers[i] for i in kept), initial=0)
+        self._kept = dict(zip(kept, starts))  # buffer -> where it begins in the memory of a call, in units of M
+        self._kept_width = sum(buffers[i] for i in kept)
+        self._moved: list[tuple[ctypes.Array, int, int, int]] = []  # block, word, begin, byte offset
         self._keeps: list = [instructions]
-        self._blocks: list[ctypes.Array] = []
         self._inputs: list[list[tuple[ctypes.Array, int, int]]] = [[] for _ in inputs]  # block, word, byte offset
         self._lists: list[tuple[int, ctypes.Array, tuple[int, ...], int]] = []  # op, block, words of M, for which M
         for instruction in instructions:
@@ -135,14 +154,16 @@ class Chain:
         """Takes an instruction. rows: word of its block that says M. places: word -> what it is the address of."""
         self._lists.append((op, block, rows))
         for word, place in places.items():
-            if place.source < 0:
+            if -1 - place.source in self._kept:
+                self._moved.append((block, word, 2 * self._kept[-1 - place.source], 2 * place.offset))
+            elif place.source < 0:
                 block[word] = self._buffers[-1 - place.source].data_ptr() + 2 * place.offset
             else:
                 self._inputs[place.source].append((block, word, 2 * place.offset))
         for word, tensor in (fixed or {}).items():
             block[word] = tensor.data_ptr()
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         inputs = [x.contiguous() for x in inputs]
         m = inputs[0].numel() // self.widths[0]
         if m != self._m:
@@ -154,8 +175,14 @@ class Chain:
                     block[word] = at + offset
             threads = torch.get_num_threads() if native.team() is not None else 1
             self._args[THREADS] = native.team_size() if threads > 1 else 0
+            memory = torch.empty(m * self._kept_width, dtype=torch.bfloat16)
+            at = memory.data_ptr()
+            for block, word, begin, offset in self._moved:
+                block[word] = at + m * begin + offset
             native.run(self._call, self._at, threads)
-        return self._shown[m]
+        else:
+            memory = torch.empty(0, dtype=torch.bfloat16)
+        return [torch.as_strided(memory, *show) if type(show) is tuple else show for show in self._shown[m]]
 
     def _set_rows(self, m: int) -> None:
         self._m = m
@@ -164,8 +191,12 @@ class Chain:
             idle = m != 1 if op == LINEAR else m == 1 and op in (WIDEN, SEVERAL)
             self._args[LIST + 2 * i] = NOTHING if idle else op
         if m not in self._shown:
-            self._shown[m] = tuple(self._show(m, *output) for output in self._outputs)
+            self._shown[m] = [self._show(m, output) for output in self.outputs]
 
-    def _show(self, m: int, rows: Rows, shape: tuple[int, ...], strides: tuple[int, ...], at: int) -> torch.Tensor:
-        shape = (*shape[:at], m, *shape[at + 1 :])
-        return torch.as_strided(self._buffers[-1 - rows.source], shape, strides, rows.offset)
+    def _show(self, m: int, output: Output) -> tuple | torch.Tensor:
+        """The output, or how it is seen in the memory of a call."""
+        shape = (*output.shape[: output.at], m, *output.shape[output.at + 1 :])
+        buffer = -1 - output.rows.source
+        if output.kept:
+            return shape, output.strides, m * self._kept[buffer] + output.rows.offset
+        return torch.as_strided(self._buffers[buffer], shape, output.strides, output.rows.offset)

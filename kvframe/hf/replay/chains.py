@@ -18,7 +18,7 @@ from kvframe.hf.replay.patterns import ADD, MULTIPLY
 from kvframe.hf.replay.program import Name, Program, Step, names
 from kvframe.hf.replay.tape import CannotReplay
 from kvframe.kernels import cpu_chain
-from kvframe.kernels.cpu_chain import Chain, Instruction, Rows
+from kvframe.kernels.cpu_chain import Chain, Instruction, Output, Rows
 from kvframe.kernels.cpu_linear import ROWS
 from kvframe.kernels.cpu_norm import norm
 from kvframe.kernels.cpu_rotary import rotate
@@ -63,8 +63,8 @@ class _Finder:
         self._close()
         if not any(isinstance(part, _Stretch) for part in self.steps):
             return self.program
-        used = {name for step in self._plain() for name in names((step.args, step.kwargs))} | {self.program.out}
-        used |= {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
+        seen = {name for step in self._plain() for name in names((step.args, step.kwargs))} | {self.program.out}
+        used = seen | {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
         renamed: dict[Name, Name] = {}
         steps: list[Step] = []
         for number, part in enumerate(self.steps):
@@ -72,7 +72,7 @@ class _Finder:
                 steps.append(part)
                 continue
             shown = [name for step in part.made for name in self._names_of(step) if name in used]
-            steps.append(self._chain(part, shown, Name(f"s{number}")))
+            steps.append(self._chain(part, shown, seen, Name(f"s{number}")))
             renamed |= {name: Name(f"s{number}[{i}]") for i, name in enumerate(shown)}
         return _without_idle_views(self.program.of(steps).renamed(renamed))
 
@@ -176,12 +176,13 @@ class _Finder:
         self.steps.append(step)
         return True
 
-    def _chain(self, stretch: _Stretch, shown: list[Name], name: Name) -> Step:
+    def _chain(self, stretch: _Stretch, shown: list[Name], seen: set[Name], name: Name) -> Step:
+        """shown: what others use of it; seen: what others use that are not chains."""
         outputs = []
         for value in shown:
             found, sample = self._layout(value), self.samples[value][0]
             rows = Rows(stretch.held[_storage(sample)], found.offset, found.stride, found.width)
-            outputs.append((rows, found.shape, found.strides, found.at))
+            outputs.append(Output(rows, found.shape, found.strides, found.at, kept=value in seen))
         widths = [stretch.width[value] for value in stretch.inputs]
         chain = Chain(stretch.instructions, stretch.buffers, widths, outputs, ROWS)
         for recording in (0, 1):
