@@ -407,6 +407,10 @@ class BlockKVCache(KVCache):
     def stats(self) -> CacheStats:
         return audit.stats(self)
 
+    @property
+    def graphs(self) -> bool:
+        return self.storage is not None and self.storage.graphs
+
     def tensors(self):
         return iter(()) if self.storage is None else self.storage.tensors()
 

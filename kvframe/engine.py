@@ -44,6 +44,8 @@ class Engine:
             (see kvframe.hf.linear); False keeps the memory.
         replay: what short steps call is called without the model's modules, where that is proved to be the same (see
             HFModel.replay); False: the modules run.
+        cuda_graphs: decode steps are CUDA graphs on a GPU, with caches and kernels that allow it (see
+            kvframe.hf.graphs).
         compile: torch.compile runs the model's forward (see HFModel.compile); the first steps take long.
         hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
@@ -62,6 +64,7 @@ class Engine:
         seed=0,
         pack_weights=True,
         replay=True,
+        cuda_graphs=True,
         compile=False,
         hooks=None,
     ):
@@ -85,6 +88,12 @@ class Engine:
             model.compile()
         elif replay:
             model.replay()
+        self.graphs = None
+        if cuda_graphs and model.device != "cpu":
+            if cache.graphs:
+                self.graphs = model.graphs(cache)
+            else:
+                log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -149,6 +158,8 @@ class Engine:
         self.model.weights_changed()
         self.scheduler.recompute(list(self.scheduler.running))
         self.cache.invalidate()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def has_work(self) -> bool:
@@ -181,7 +192,8 @@ class Engine:
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         ends = np.cumsum([n for _, n in batch]) - 1
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
-        logits = self.model.forward(tokens, plan, ends[ready])  # [len(ready), V]
+        runner = self.graphs if self.graphs is not None and self.graphs.take(plan, ends[ready]) else self.model
+        logits = runner.forward(tokens, plan, ends[ready])  # [len(ready), V]
         for sequence, n in batch:
             self.cache.commit(sequence, n)
             sequence.computed += n

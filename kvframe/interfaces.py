@@ -320,10 +320,14 @@ class Kernel(ABC):
             whose retention has a `sink_position`.
         sealing: it stores and reads codecs with a group (see kvframe.tails). A kernel without it is never asked to
             serve a layer with such a codec.
+        graphs: in a step of one token per request, `store` and `attend` start the same work on the device for all
+            plans with the same `max_context` and shapes of tensors: they may be captured as a CUDA graph (see
+            kvframe.hf.graphs).
     """
 
     sink_queries: bool = False
     sealing: bool = False
+    graphs: bool = False
 
     @property
     @abstractmethod
@@ -397,11 +401,13 @@ class KVCache(ABC):
         unbounded: True when no query ever looks further back than the model was trained for, however long the request,
             so that requests may be longer than the model's own length.
         unbounded_fix: the override that makes it True, for messages; empty where there is none.
+        graphs: `attend` may be captured as a CUDA graph in steps of one token per request (see Kernel.graphs).
         now: a time in seconds that never goes back; the engine puts its own clock here.
     """
 
     exact: bool = True
     unbounded: bool = False
+    graphs: bool = False
     unbounded_fix: str = ""
     now: Callable[[], float] = staticmethod(time.monotonic)
 

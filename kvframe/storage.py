@@ -120,6 +120,14 @@ class Storage:
             log.info("%s: %s", _spans(where), reason)
         return cls(layers, device)
 
+    @property
+    def graphs(self) -> bool:
+        """No layer needs the host in a decode step: no open groups, no second queries, and kernels that say so."""
+        return all(
+            layer.kernel.graphs and layer.tail_k is None and layer.tail_v is None and not layer.sink_queries
+            for layer in self.layers
+        )
+
     def run_copies(self, copies) -> None:
         """Copies the first n slots of a block into another one, in every plane of the group's layers; of a codec that
         seals, the whole groups among them."""

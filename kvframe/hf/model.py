@@ -15,15 +15,17 @@ from torch import nn
 
 from kvframe.errors import UnsupportedModelError
 from kvframe.hf import opaque, packing, past, positions, rotary, seam, turning
+from kvframe.hf.graphs import Graphs
 from kvframe.hf.probe import probe
 from kvframe.hf.replay.replayed import CannotReplay, replayed
 from kvframe.hf.verify import verify as verify_model
+from kvframe.kernels.cpu_linear import ROWS
 from kvframe.types import LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
 
 DRY = 4  # tokens of the dry forward
-LONGEST = {True: 32, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere
+LONGEST = {True: ROWS, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere
 
 
 class HFModel:
@@ -153,6 +155,19 @@ class HFModel:
             log.info("%s is not replayed: %s", self.name, error)
             return str(error)
         return None
+
+    def graphs(self, cache: Any, **options: Any) -> Graphs:
+        """Decode steps with this cache as CUDA graphs; called as `forward` is. options: of Graphs."""
+
+        def run(ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:
+            self.bind(cache)
+            self.running.plan = plan
+            try:
+                return self.flat_logits(ids, plan.positions, keep)
+            finally:
+                self.running.plan = None
+
+        return Graphs(torch.inference_mode()(run), self.device, **options)
 
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:

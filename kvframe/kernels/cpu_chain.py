@@ -79,13 +79,30 @@ class Output:
     kept: bool
 
 
+class Scratch:
+    """Memory that chains share which never run at once: the n-th buffer of each that nobody sees from outside.
+
+    Args:
+        rows: most rows of the chains.
+    """
+
+    def __init__(self, rows: int):
+        self.rows, self._held = rows, {}
+
+    def take(self, n: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for rows of this width, the same one whenever it is asked for again."""
+        key = n, width, dtype
+        if key not in self._held:
+            self._held[key] = torch.zeros(self.rows * width, dtype=dtype)
+        return self._held[key]
+
+
 class Chain:
     """Called with the inputs, each a tensor whose flat memory is M rows; answers the outputs.
 
     Args:
         instructions: in their order.
         buffers: width of each. inputs: width of each.
-        rows: most rows.
     """
 
     def __init__(
@@ -94,18 +111,23 @@ class Chain:
         buffers: Sequence[int],
         inputs: Sequence[int],
         outputs: Sequence[Output],
-        rows: int,
+        scratch: Scratch,
     ):
-        self.rows, self.widths, self.outputs = rows, tuple(inputs), tuple(outputs)
-        self._buffers = [torch.zeros(rows * width, dtype=torch.bfloat16) for width in buffers]
+        self.widths, self.outputs, self._scratch = tuple(inputs), tuple(outputs), scratch
+        shown = {-1 - output.rows.source for output in outputs}
+        self._buffers = [
+            torch.zeros(scratch.rows * width, dtype=torch.bfloat16) if i in shown
+            else scratch.take(i, width, torch.bfloat16)
+            for i, width in enumerate(buffers)
+        ]  # fmt: skip
         kept = sorted({-1 - output.rows.source for output in outputs if output.kept})
         starts = itertools.accumulate((buffers[i] for i in kept), initial=0)
         self._kept = dict(zip(kept, starts))  # buffer -> where it begins in the memory of a call, in units of M
         self._kept_width = sum(buffers[i] for i in kept)
         self._moved: list[tuple[ctypes.Array, int, int, int]] = []  # block, word, begin, byte offset
-        self._keeps: list = [instructions]
+        self._instructions = tuple(instructions)  # keeps weights
         self._inputs: list[list[tuple[ctypes.Array, int, int]]] = [[] for _ in inputs]  # block, word, byte offset
-        self._lists: list[tuple[int, ctypes.Array, tuple[int, ...], int]] = []  # op, block, words of M, for which M
+        self._lists: list[tuple[int, ctypes.Array, int]] = []  # op, block, its word for M
         for instruction in instructions:
             self._add(instruction)
         self._args = (ctypes.c_int64 * (LIST + 2 * len(self._lists)))()
@@ -117,8 +139,7 @@ class Chain:
 
     def _add(self, i: Instruction) -> None:
         if i.op == LINEAR:
-            wide = torch.zeros(self.rows * i.x.width, dtype=torch.float32)
-            self._keeps.append(wide)
+            wide = self._scratch.take(0, i.x.width, torch.float32)
             narrow, several = i.more[0].block(), i.more[0].block()
             self._list(LINEAR, narrow, cpu_linear.M, {cpu_linear.X: i.x, cpu_linear.OUT: self._whole(i.out)})
             self._list(WIDEN, self._rowwise(i.x.width), ROWS, {X: i.x}, {OUT: wide})

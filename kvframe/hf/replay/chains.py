@@ -18,7 +18,7 @@ from kvframe.hf.replay.patterns import ADD, MULTIPLY
 from kvframe.hf.replay.program import Name, Program, Step, names
 from kvframe.hf.replay.tape import CannotReplay
 from kvframe.kernels import cpu_chain
-from kvframe.kernels.cpu_chain import Chain, Instruction, Output, Rows
+from kvframe.kernels.cpu_chain import Chain, Instruction, Output, Rows, Scratch
 from kvframe.kernels.cpu_linear import ROWS
 from kvframe.kernels.cpu_norm import norm
 from kvframe.kernels.cpu_rotary import rotate
@@ -33,7 +33,7 @@ class _Stretch:
 
     Attributes:
         size: of its rows, "T" or "K". inputs: names that come from outside. buffers: width of each.
-        held: storage of a recording's tensor -> its buffer. made: names of steps that it replaces.
+        held: storage of a recording's tensor -> its buffer. made: steps that it replaces. width: of each input.
     """
 
     size: str
@@ -67,12 +67,13 @@ class _Finder:
         used = seen | {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
         renamed: dict[Name, Name] = {}
         steps: list[Step] = []
+        scratch = Scratch(ROWS)  # no two chains run at once
         for number, part in enumerate(self.steps):
             if isinstance(part, Step):
                 steps.append(part)
                 continue
             shown = [name for step in part.made for name in self._names_of(step) if name in used]
-            steps.append(self._chain(part, shown, seen, Name(f"s{number}")))
+            steps.append(self._chain(part, shown, seen, scratch, Name(f"s{number}")))
             renamed |= {name: Name(f"s{number}[{i}]") for i, name in enumerate(shown)}
         return _without_idle_views(self.program.of(steps).renamed(renamed))
 
@@ -176,7 +177,7 @@ class _Finder:
         self.steps.append(step)
         return True
 
-    def _chain(self, stretch: _Stretch, shown: list[Name], seen: set[Name], name: Name) -> Step:
+    def _chain(self, stretch: _Stretch, shown: list[Name], seen: set[Name], scratch: Scratch, name: Name) -> Step:
         """shown: what others use of it; seen: what others use that are not chains."""
         outputs = []
         for value in shown:
@@ -184,7 +185,7 @@ class _Finder:
             rows = Rows(stretch.held[_storage(sample)], found.offset, found.stride, found.width)
             outputs.append(Output(rows, found.shape, found.strides, found.at, kept=value in seen))
         widths = [stretch.width[value] for value in stretch.inputs]
-        chain = Chain(stretch.instructions, stretch.buffers, widths, outputs, ROWS)
+        chain = Chain(stretch.instructions, stretch.buffers, widths, outputs, scratch)
         for recording in (0, 1):
             given = [self.samples[value][recording] for value in stretch.inputs]
             for value, found in zip(shown, chain(*given)):

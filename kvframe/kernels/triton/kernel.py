@@ -28,7 +28,7 @@ class TritonKernel(Kernel):
     """
 
     name = "triton"
-    sink_queries = True
+    sink_queries = graphs = True
 
     def __init__(self):
         self._plan: StepPlan | None = None
