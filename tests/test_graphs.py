@@ -13,6 +13,7 @@ from kvframe.hf.graphs import BATCHES, Graphs, Static, batch_bucket, doubled
 from kvframe.types import GroupPlan, Request, SamplingParams, StepPlan
 
 OWN = ["model=random", "cache.memory=4MiB", "kernel=reference", "engine.clock=virtual", "engine.max_step_tokens=24"]
+OWN += ["engine.max_len=64"]
 
 
 def again(run, pool):
