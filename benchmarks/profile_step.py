@@ -73,9 +73,9 @@ def profile_decode(engine, jobs, steps: int = 20) -> Profile:
     """Runs the jobs' prompts, then times `steps` pure decode steps of the whole batch."""
     import kvframe.engine as loop
 
-    room = steps + 8
+    longest = steps + 8
     for job in jobs:
-        engine.add(Request(prompt_tokens=job.prompt, sampling=SamplingParams(max_new_tokens=room, ignore_eos=True)))
+        engine.add(Request(prompt_tokens=job.prompt, sampling=SamplingParams(max_new_tokens=longest, ignore_eos=True)))
     while any(s.n - s.computed > 1 for s in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     clock = Clocked()

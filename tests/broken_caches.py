@@ -14,6 +14,7 @@ from kvframe.kernels.reference import ReferenceKernel
 from kvframe.testing.contracts.part import composed
 from kvframe.testing.parts import Band
 from kvframe.testing.trie import TrieIndex
+from kvframe.types import GroupPlan, StepPlan
 
 # -- indexes -------------------------------------------------------------------------------------------------
 
@@ -139,6 +140,31 @@ class LooksAtTheBatch(ReferenceKernel):
 class Shrugs(ReferenceKernel):
     def unsupported(self, layer, codecs, retention, device):
         return None if layer.softcap else []
+
+
+class ReadsTheTensors(ReferenceKernel):
+    """As it should be under `graphs`."""
+
+    graphs = True
+
+    def seen(self, plan):
+        groups = tuple(GroupPlan(*(x.numpy().copy() for x in (g.slots, g.tables, g.context_lens))) for g in plan.groups)
+        arrays = (x.numpy().copy() for x in (plan.positions, plan.query_starts))
+        return StepPlan(*arrays, groups, plan.rows.numpy(), plan.copies, plan.max_query, plan.max_context)
+
+    def attend(self, q, storage, plan, sink_q=None):
+        return super().attend(q, storage, replace(plan, host=self.seen(plan)), sink_q)
+
+
+class RemembersThePlan(ReadsTheTensors):
+    """The same plan is not always the same step."""
+
+    held = None
+
+    def seen(self, plan):
+        if self.held is None or self.held[0] is not plan:
+            self.held = plan, super().seen(plan)
+        return self.held[1]
 
 
 # -- caches --------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ MUTATIONS = [
     Mutation(KernelContract, worse.ScalesItsQueries, "q, k and v stay as they were", "arguments"),
     Mutation(KernelContract, worse.SpillsOver, "touches no other slot", "store"),
     Mutation(KernelContract, worse.LooksAtTheBatch, "does not depend on its neighbours", "neighbours"),
+    Mutation(KernelContract, worse.RemembersThePlan, "where another step may lie the next time", "graphs"),
     Mutation(KernelContract, worse.Shrugs, "unsupported answers a list of reasons", "unsupported"),
     Mutation(KVCacheContract, worse.FreesTwice, "check() holds after every call", "walks"),
     Mutation(KVCacheContract, worse.DictTakesWhatThereIs, "grow answers False only when nothing changed", "full"),
@@ -132,6 +133,10 @@ def test_a_broken_part_is_caught_and_the_promise_named(mutation):
 def test_without_a_mutation_nothing_is_found(kind, part):
     """Else the tests above would say nothing. The other suites are tried in test_contracts.py."""
     assert not broken(codec(part, "") if kind is CodecContract else Mutation(kind, part, ""))
+
+
+def test_a_kernel_that_reads_the_tensors_may_be_captured():
+    assert not broken(Mutation(KernelContract, worse.ReadsTheTensors, "", "graphs"))
 
 
 def test_the_example_is_small():

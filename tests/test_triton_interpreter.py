@@ -17,6 +17,10 @@ def test_attention_codes_and_numbers():
     run("grid_of_kernels.py", "not nightly", ENVIRONMENT)
 
 
+def test_steps_of_engines():
+    run("steps.py", "", ENVIRONMENT)
+
+
 @pytest.mark.nightly
 def test_the_whole_grid():
     run("grid_of_kernels.py", "nightly", ENVIRONMENT)

@@ -17,7 +17,8 @@ Shape legend: M rows, I input size, O output size of a layer, S of all layers of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -88,6 +89,37 @@ def product(parts: list[nn.Linear], dtype: torch.dtype) -> Multiply:
     if not FewRows.can(layers):
         return wide
     return ByRows(FewRows(layers), wide)
+
+
+@contextmanager
+def light(module: nn.Module) -> Iterator[None]:
+    """Inside the block forwards of a few tokens take no longer than reading the weights; no copies are made."""
+    changed = []
+    for part in module.modules():
+        if type(part) is not nn.Linear or "forward" in vars(part) or not wants_copy(part.weight):
+            continue
+        layer = part.weight.detach(), None if part.bias is None else part.bias.detach()
+        if packed_dtype(part.weight.dtype) is not part.weight.dtype and FewRows.can([layer]):
+            part.forward = Light(part, FewRows([layer]))
+            changed.append(part)
+    try:
+        yield
+    finally:
+        for part in changed:
+            if isinstance(vars(part).get("forward"), Light):
+                del part.forward
+
+
+class Light:
+    """The forward of a linear layer inside `light`."""
+
+    def __init__(self, part: nn.Linear, few: FewRows):
+        self.part, self.few = part, few
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.bfloat16 and x.numel() <= ROWS * self.few.inputs:
+            return self.few(x)
+        return F.linear(x, self.part.weight, self.part.bias)
 
 
 class ByRows:

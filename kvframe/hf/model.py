@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import UnsupportedModelError
-from kvframe.hf import opaque, packing, past, positions, rotary, seam, turning
+from kvframe.hf import linear, opaque, packing, past, positions, rotary, seam, turning
 from kvframe.hf.graphs import Graphs
 from kvframe.hf.probe import probe
 from kvframe.hf.replay.replayed import CannotReplay, replayed
@@ -72,12 +72,13 @@ class HFModel:
         self.first_position, self._past = 0, None
         before = [(c, c._attn_implementation) for c in seam.configs(module)]
         try:
-            facts = probe(module, self._dry_forward)
-            self.first_position = positions.first(module, self._few_at)
-            self.max_len -= self.first_position
-            last = int(turning.probe_positions(self.max_len)[-1])
-            self._past = past.wanted(module, self._dry_at, last, self.device)
-            self.layers = turning.find(module, facts, self._dry_at, self.max_len)
+            with linear.light(module):
+                facts = probe(module, self._dry_forward)
+                self.first_position = positions.first(module, self._few_at)
+                self.max_len -= self.first_position
+                last = int(turning.probe_positions(self.max_len)[-1])
+                self._past = past.wanted(module, self._dry_at, last, self.device)
+                self.layers = turning.find(module, facts, self._dry_at, self.max_len)
             self.learned_sinks = facts.sinks
             self.dtype = facts.layers[0].dtype
             self.running = seam.bind(facts.modules, self.layers)
@@ -220,7 +221,7 @@ class HFModel:
 
     def _alone(self) -> None:
         """A forward without a cache, as transformers computes it."""
-        with seam.implementation(self.module, "eager"):
+        with seam.implementation(self.module, "eager"), linear.light(self.module):
             self._few_at(0)
 
     def _dry_forward(self) -> None:

@@ -59,6 +59,18 @@ class Step:
             at += chunk
         return torch.cat(outs)
 
+    def holding(self, other: Step) -> Step:
+        """`other`, a step of the same sizes, in the memory of this one: its plan and tensors stay where they are."""
+        groups = zip(self.plan.groups, other.plan.groups)
+        pairs = [(self.plan, other.plan, ("positions", "query_starts", "rows")), (self, other, ("q", "k", "v"))]
+        for mine, its, names in [*pairs, *((a, b, ("slots", "tables", "context_lens")) for a, b in groups)]:
+            for name in names:
+                getattr(mine, name).copy_(getattr(its, name))
+        for mine, its in ((self.storage.k, other.storage.k), (self.storage.v, other.storage.v)):
+            for name, plane in mine.items():
+                plane.copy_(its[name])
+        return replace(self, requests=other.requests, texts=other.texts)
+
     def copy(self) -> Step:
         """The same step with storage of its own."""
         clone = lambda planes: {name: plane.clone() for name, plane in planes.items()}

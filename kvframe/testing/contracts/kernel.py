@@ -5,7 +5,7 @@ Shape legend: R requests, T tokens of a step, L tokens of a request, C new ones,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -230,6 +230,23 @@ class KernelContract(KernelSteps):
         first = [step.run(kernel) for step in steps]
         for step, want in zip(reversed(steps), reversed(first)):
             assert not differs(step.attend(kernel), want), "another answer the second time"
+
+    @promise("under `graphs` a decode step reads the tensors of its plan, where another step may lie the next time")
+    def test_graphs(self):
+        kernel, tried, lengths = self.make(), 0, (70, 33, 5)
+        if not kernel.graphs:
+            return
+        for name, codecs in self.codecs().items():
+            for rule in RULES:
+                first, other = (
+                    self.step(kernel, make_spec(4, 2), [(n, 1) for n in order], 16, RULES[rule], codecs, seed)
+                    for seed, order in enumerate((lengths, lengths[::-1]))
+                )
+                if first is not None:
+                    first.plan = replace(first.plan, host=None)
+                    tried += self.agrees(kernel, first, rule=rule, codecs=name)
+                    tried += self.agrees(kernel, first.holding(other), rule=rule, codecs=name)
+        self.tried(tried)
 
     # -- in a cache ------------------------------------------------------------------------------------------
 
