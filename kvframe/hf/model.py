@@ -135,6 +135,8 @@ class HFModel:
                 f"{self.name} runs a module several times in a forward, which a compiled graph does not tell apart",
                 fix="engine.compile=false",
             )
+        from kvframe.hf import operators  # noqa: F401  what the graph calls
+
         opaque.number(self.running)
         self._run, self._compiled = torch.compile(self.module, dynamic=True, **options), True
 

@@ -72,7 +72,9 @@ def attention(module, query, key, value, attention_mask=None, **kwargs):
         raise _nobody(module) from None
     running = binding.running
     if torch.compiler.is_compiling():
-        return opaque.attend(query, key, value, binding.turn(), running.number, binding.spec.v_dim), None
+        from kvframe.hf import operators
+
+        return operators.attend(query, key, value, binding.turn(), running.number, binding.spec.v_dim), None
     if running.batch is not None:
         return running.batch.attend(binding.turn(), query, key, value), None
     if running.plan is None:
