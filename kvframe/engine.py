@@ -26,6 +26,8 @@ from kvframe.types import CacheStats, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
+WARM = 65  # tokens of the first prompt on a GPU, where kernels for chunks are compiled when they are called
+
 
 class Engine:
     """Decodes requests with continuous batching over any KVCache.
@@ -44,8 +46,8 @@ class Engine:
             (see kvframe.hf.linear); False keeps the memory.
         replay: what short steps call is called without the model's modules, where that is proved to be the same (see
             HFModel.replay); False: the modules run.
-        cuda_graphs: decode steps are CUDA graphs on a GPU, with caches and kernels that allow it (see
-            kvframe.hf.graphs).
+        cuda_graphs: decode steps are CUDA graphs on a GPU, with caches and kernels that allow it (see kvframe.graphs);
+            not beside `compile`.
         compile: torch.compile runs the model's forward (see HFModel.compile); the first steps take long.
         hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
@@ -89,9 +91,9 @@ class Engine:
         elif replay:
             model.replay()
         self.graphs = None
-        if cuda_graphs and model.device != "cpu":
+        if cuda_graphs and not compile and model.device != "cpu":
             if cache.graphs:
-                self.graphs = model.graphs(cache)
+                self.graphs = model.graphs(cache, max_len)
             else:
                 log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
 
@@ -158,8 +160,6 @@ class Engine:
         self.model.weights_changed()
         self.scheduler.recompute(list(self.scheduler.running))
         self.cache.invalidate()
-        if self.graphs is not None:
-            self.graphs.forget()
 
     @property
     def has_work(self) -> bool:
@@ -331,7 +331,8 @@ class Engine:
         hooks, self.hooks = self.hooks, None
         began = time.perf_counter()
         if self.limit > 2:
-            self.generate([Request(prompt_tokens=[0], sampling=SamplingParams(max_new_tokens=2, ignore_eos=True))])
+            prompt = [0] * (1 if self.model.device == "cpu" else min(self.limit - 2, WARM))
+            self.generate([Request(prompt_tokens=prompt, sampling=SamplingParams(max_new_tokens=2, ignore_eos=True))])
         self.cache.reset()
         self.meter.start()
         self.intake.restart()

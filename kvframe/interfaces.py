@@ -320,14 +320,10 @@ class Kernel(ABC):
             whose retention has a `sink_position`.
         sealing: it stores and reads codecs with a group (see kvframe.tails). A kernel without it is never asked to
             serve a layer with such a codec.
-        graphs: in a step of one token per request, `store` and `attend` start the same work on the device for all
-            plans with the same `max_context` and shapes of tensors: they may be captured as a CUDA graph (see
-            kvframe.hf.graphs).
     """
 
     sink_queries: bool = False
     sealing: bool = False
-    graphs: bool = False
 
     @property
     @abstractmethod
@@ -349,6 +345,12 @@ class Kernel(ABC):
         Args:
             codec: what the cache will store with, before `for_layer`; None: not known.
         """
+
+    def graphs(self, storage: LayerStorage) -> bool:
+        """In a step of one token per request `store` and `attend` start the same work on the device for all plans with
+        the same `max_context` and shapes of tensors, so they may be captured as a CUDA graph (see kvframe.graphs). A
+        row of padding has a context of 0 tokens and writes to the null block."""
+        return False
 
     @abstractmethod
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:

@@ -19,6 +19,7 @@ from kvframe.types import GroupPlan, LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
 
+ALIGNED = 16  # bytes: where arrays begin that are copied to a device at once
 POISON = {torch.int8: -128, torch.uint8: 127}
 
 
@@ -124,7 +125,7 @@ class Storage:
     def graphs(self) -> bool:
         """No layer needs the host in a decode step: no open groups, no second queries, and kernels that say so."""
         return all(
-            layer.kernel.graphs and layer.tail_k is None and layer.tail_v is None and not layer.sink_queries
+            layer.kernel.graphs(layer) and layer.tail_k is None and layer.tail_v is None and not layer.sink_queries
             for layer in self.layers
         )
 
@@ -168,17 +169,16 @@ class Storage:
         if self.device.type == "cpu":
             tensors = iter([torch.from_numpy(a) for a in arrays])
         else:
-            # views must be aligned to their item size: the 8-byte arrays go first
-            order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)
-            flat = np.concatenate([np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order])
+            # every array begins at a multiple of ALIGNED: kernels are compiled for addresses that are, and for others
+            starts = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
+            flat = np.zeros(starts[-1], dtype=np.uint8)
+            for a, at in zip(arrays, starts):
+                flat[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
             moved = torch.from_numpy(flat).pin_memory().to(self.device, non_blocking=True)
-            views, at = {}, 0
-            for i in order:
-                a = arrays[i]
-                dtype = torch.int64 if a.itemsize == 8 else torch.int32
-                views[i] = moved[at : at + a.nbytes].view(dtype).view(a.shape)
-                at += a.nbytes
-            tensors = iter([views[i] for i in range(len(arrays))])
+            tensors = iter(
+                moved[at : at + a.nbytes].view(torch.int64 if a.itemsize == 8 else torch.int32).view(a.shape)
+                for a, at in zip(arrays, starts)
+            )
         positions, query_starts, rows = next(tensors), next(tensors), next(tensors)
         groups = tuple(GroupPlan(next(tensors), next(tensors), next(tensors)) for _ in plan.groups)
         return StepPlan(positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan)

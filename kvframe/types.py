@@ -292,7 +292,7 @@ class GroupPlan:
     Attributes:
         slots: [T] int64; the slot `block * block_size + offset` that each new token is written to.
         tables: [R, B] int32; block id of each logical block; 0 where it was dropped or does not exist.
-        context_lens: [R] int32; tokens of each request after this step, its new ones included.
+        context_lens: [R] int32; tokens of each request after this step, its new ones included; 0: a row of padding.
     """
 
     slots: Any

@@ -6,28 +6,38 @@ import numpy as np
 import pytest
 import torch
 
+from kvframe import graphs as graphing
 from kvframe.config import build_engine, compose
-from kvframe.hf import graphs as graphing
+from kvframe.graphs import BATCHES, Graphs, Static, batch_bucket, doubled
 from kvframe.hf import random_model
-from kvframe.hf.graphs import BATCHES, Graphs, Static, batch_bucket, doubled
 from kvframe.types import GroupPlan, Request, SamplingParams, StepPlan
 
 OWN = ["model=random", "cache.memory=4MiB", "kernel=reference", "engine.clock=virtual", "engine.max_step_tokens=24"]
 OWN += ["engine.max_len=64"]
 
 
-def again(run, pool):
-    """Stands in for `cuda_capture`: the same memory in and out, and the work is done when it is replayed."""
-    result = run().clone()
-    result.fill_(float("nan"))
-    return (lambda: result.copy_(run())), result
+def again(device):
+    """Stands in for `CudaCapture`: the same memory in and out, and the work is done when it is replayed."""
+
+    def capture(run):
+        for _ in range(2):
+            run()
+        result = torch.full_like(run(), float("nan"))
+        return (lambda: result.copy_(run())), result
+
+    return capture
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(graphing, "TIMES", 1)
 
 
 def engine_of(model, *overrides, monkeypatch=None):
     """With graphs where `monkeypatch` is given, whatever the kernel says of itself."""
     engine = build_engine(compose([*OWN, *overrides]), model)
     if monkeypatch is not None:
-        engine.graphs = model.graphs(engine.cache, capture=again)
+        engine.graphs = model.graphs(engine.cache, 64, capture=again)
     return engine
 
 
@@ -52,14 +62,56 @@ def test_tokens_are_those_without_graphs(cache, monkeypatch):
 
 def test_a_request_does_not_depend_on_who_fills_its_bucket(monkeypatch):
     model = random_model("tiny", "float32")
-    alone = [tokens(engine_of(model, monkeypatch=monkeypatch), (n,))[0] for n in (4, 11, 30)]
-    assert tokens(engine_of(model, monkeypatch=monkeypatch), (4, 11, 30)) == [
-        own + more for own, more in zip(alone, [[], alone_more(model, 11, 7)[6:], alone_more(model, 30, 8)[6:]])
-    ]
+    lengths = (4, 11, 30)
+    alone = [tokens(engine_of(model, monkeypatch=monkeypatch), (n,), 6 + i)[0] for i, n in enumerate(lengths)]
+    assert tokens(engine_of(model, monkeypatch=monkeypatch), lengths) == alone
 
 
-def alone_more(model, n, new):
-    return tokens(engine_of(model), (n,), new)[0]
+def test_rows_of_padding_are_numbers(monkeypatch):
+    """Whoever looks at a whole batch of activations must not find NaN there."""
+    model = random_model("tiny", "float32")
+    engine = engine_of(model, monkeypatch=monkeypatch)
+    tokens(engine, (3, 4, 5))
+    assert any(key[0] == 4 for key in engine.graphs._made)
+    assert all(logits.isfinite().all() for _, _, logits in engine.graphs._made.values())
+
+
+def test_a_bucket_is_captured_when_it_comes_again(monkeypatch):
+    monkeypatch.setattr(graphing, "TIMES", 4)
+    model = random_model("tiny", "float32")
+    engine = engine_of(model, monkeypatch=monkeypatch)
+    tokens(engine, (3,), 4)
+    assert not len(engine.graphs)
+    tokens(engine, (3,), 4)
+    assert len(engine.graphs) == 1
+
+
+def test_what_cannot_be_captured_is_run_as_it_is(monkeypatch, caplog):
+    def refusing(device):
+        def capture(run):
+            raise RuntimeError("called a synchronizing operation")
+
+        return capture
+
+    model = random_model("tiny", "float32")
+    engine = engine_of(model)
+    engine.graphs = model.graphs(engine.cache, 64, capture=refusing)
+    assert tokens(engine) == tokens(engine_of(model))
+    assert not len(engine.graphs) and "synchronizing" in engine.graphs.why
+    assert len([record for record in caplog.records if "no CUDA graphs" in record.message]) == 1
+
+
+def test_engines_that_share_a_model_see_its_new_weights(monkeypatch):
+    model = random_model("tiny", "float32")
+    one, other = (engine_of(model, monkeypatch=monkeypatch) for _ in range(2))
+    before = tokens(one), tokens(other)
+    for weight in model.module.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    one.invalidate()
+    assert tokens(one) == tokens(engine_of(model)) != before[0]
+    made = dict(other.graphs._made)
+    assert tokens(other) == tokens(one)
+    assert not set(map(id, made.values())) & set(map(id, other.graphs._made.values()))
 
 
 def test_a_step_is_taken_again_in_the_same_memory():
@@ -78,8 +130,8 @@ def test_a_step_is_taken_again_in_the_same_memory():
     static.fill(np.array([1]), plan(1, 3))
     assert ids.tolist() == [1, 0, 0, 0] and slots.tolist() == [3, 0, 0, 0]
     assert tables.tolist() == [[3, 0], [0, 0], [0, 0], [0, 0]]
-    assert static.plan.groups[0].context_lens.tolist() == [4, 1, 1, 1]
-    assert static.plan.host.groups[0].context_lens.tolist() == [4, 1, 1, 1]
+    assert static.plan.groups[0].context_lens.tolist() == [4, 0, 0, 0]
+    assert static.plan.host.groups[0].context_lens.tolist() == [4, 0, 0, 0]
     assert static.plan.query_starts.tolist() == [0, 1, 2, 3, 4] and static.keep.tolist() == [0, 1, 2, 3]
     for tensor in (ids, slots, tables, static.plan.positions):
         assert tensor.data_ptr() % 16 == 0
@@ -113,16 +165,7 @@ def test_who_may_be_captured():
     assert not engine_of(model).cache.graphs
     engine = engine_of(model)
     for layer in engine.cache.storage.layers:
-        layer.kernel = type("Graphed", (type(layer.kernel),), {"graphs": True})()
+        layer.kernel = type("Graphed", (type(layer.kernel),), {"graphs": lambda self, storage: True})()
     assert engine.cache.graphs
     engine.cache.storage.layers[0].sink_queries = True
     assert not engine.cache.graphs
-
-
-def test_weights_that_changed_are_captured_again(monkeypatch):
-    model = random_model("tiny", "float32")
-    engine = engine_of(model, monkeypatch=monkeypatch)
-    tokens(engine)
-    assert len(engine.graphs)
-    engine.invalidate()
-    assert not len(engine.graphs)

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from kvframe.errors import UnsupportedModelError
+from kvframe.graphs import Graphs
 from kvframe.hf import linear, opaque, packing, past, positions, rotary, seam, turning
-from kvframe.hf.graphs import Graphs
 from kvframe.hf.probe import probe
-from kvframe.hf.replay.replayed import CannotReplay, replayed
+from kvframe.hf.replay.replayed import replayed
+from kvframe.hf.replay.tape import CannotReplay
 from kvframe.hf.verify import verify as verify_model
 from kvframe.kernels.cpu_linear import ROWS
 from kvframe.types import LayerSpec, StepPlan
@@ -25,7 +26,7 @@ from kvframe.types import LayerSpec, StepPlan
 log = logging.getLogger(__name__)
 
 DRY = 4  # tokens of the dry forward
-LONGEST = {True: ROWS, False: 256}  # tokens of a step that is replayed, on a CPU and elsewhere
+LONGEST = 256  # tokens of a step that is replayed on a GPU; on a CPU: those of a chain
 
 
 class HFModel:
@@ -59,6 +60,8 @@ class HFModel:
         self.notes: list[str] = []
         self.packed_bytes: int | None = None
         self._run, self._replays, self._compiled = self.module, False, False
+        self._why: str | None = None
+        self.version = 0
         weight = next(module.parameters())
         self.device = "cpu" if weight.is_meta else str(weight.device)  # see kvframe.hf.skeleton
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
@@ -99,10 +102,12 @@ class HFModel:
         self.running.cache = cache
 
     def weights_changed(self) -> None:
-        """Makes the copies of `pack_weights` again, and what `replay` recorded, where there are any."""
-        replays = self._replays
+        """Makes the copies of `pack_weights` again, and what `replay` recorded, where there are any: to be called when
+        weights or modules are others than before. Engines with CUDA graphs make theirs again."""
+        self.version += 1
+        replays, self._replays = self._replays, False
         if replays:
-            self._run, self._replays = self.module, False
+            self._run = self.module
         if self.packed_bytes is not None:
             packing.unpack(self.module)
             self.packed_bytes = packing.pack(self.module, self._alone)
@@ -142,35 +147,33 @@ class HFModel:
 
     def replay(self) -> str | None:
         """From now on the functions that a short forward calls are called without its modules (see kvframe.hf.replay),
-        where two recordings prove that this is the same; hooks of modules are not called then. A second call changes
-        nothing.
+        where two recordings prove that this is the same. Modules that have hooks are left alone; hooks that come later
+        are not called. A second call changes nothing.
 
         Answers None, or why the modules go on running.
         """
         if self._compiled or self._replays:
-            return None
-        self._replays = True
-        if not self._takes_positions or self._past is not None:
-            return "the model is not told its positions"
+            return self._why
+        self._replays, self._why = True, None
         try:
-            self._run = replayed(self.module, self.running, self._sample_inputs, LONGEST[self.device == "cpu"])
+            if not self._takes_positions or self._past is not None:
+                raise CannotReplay("the model is not told its positions")
+            longest = ROWS if self.device == "cpu" else LONGEST
+            self._run = replayed(self.module, self.running, self._sample_inputs, longest)
         except CannotReplay as error:
+            self._why = str(error)
             log.info("%s is not replayed: %s", self.name, error)
-            return str(error)
-        return None
+        return self._why
 
-    def graphs(self, cache: Any, **options: Any) -> Graphs:
-        """Decode steps with this cache as CUDA graphs; called as `forward` is. options: of Graphs."""
+    def graphs(self, cache: Any, max_len: int, **options: Any) -> Graphs:
+        """Decode steps with this cache as CUDA graphs; called as `forward` is. Hooks of modules, and whatever stands
+        around `cache.attend`, are called while a step is captured and not again. options: of Graphs."""
 
         def run(ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:
             self.bind(cache)
-            self.running.plan = plan
-            try:
-                return self.flat_logits(ids, plan.positions, keep)
-            finally:
-                self.running.plan = None
+            return self._step(ids, plan, keep)
 
-        return Graphs(torch.inference_mode()(run), self.device, **options)
+        return Graphs(run, self.forward, self.device, max_len, lambda: self.version, **options)
 
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
@@ -185,6 +188,10 @@ class HFModel:
         keep = torch.from_numpy(np.asarray(logits_at, dtype=np.int64))
         if self.device != "cpu":
             ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
+        return self._step(ids, plan, keep)
+
+    @torch.inference_mode()
+    def _step(self, ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:
         self.running.plan = plan
         try:
             return self.flat_logits(ids, plan.positions, keep)

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels import native
 from kvframe.kernels.cpu_codes import DTYPES, Reader, likely_readers, reader
-from kvframe.kernels.cpu_layer import Layer, attend_name
+from kvframe.kernels.cpu_layer import Layer, attend_name, layer_of
 from kvframe.kernels.cpu_prefill import prefill
 from kvframe.kernels.cpu_work import Deal, Work, split_work
-from kvframe.kernels.native import address, callback, run, team
+from kvframe.kernels.native import address, callback, run
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -79,7 +80,7 @@ class CpuKernel(Kernel):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Copies or encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to the slots of the plan."""
-        layer = storage.memo.get("cpu") or Layer.of(storage)
+        layer = layer_of(storage)
         work = self._prepare(layer, storage, plan)
         if layer.plain:
             self._scatter(k, v, storage.k["payload"], storage.v["payload"], work)
@@ -123,7 +124,7 @@ class CpuKernel(Kernel):
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`q [T, Hq, Dk]` (and `sink_q [T, Hq, Dk]` for the sinks) -> `out [T, Hq, Dv]`."""
-        layer = storage.memo.get("cpu") or Layer.of(storage)
+        layer = layer_of(storage)
         work = self._prepare(layer, storage, plan)
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty((q.shape[0], q.shape[1], storage.spec.v_dim), dtype=q.dtype)
@@ -162,10 +163,9 @@ class CpuKernel(Kernel):
         run(layer.function, self._at, deal.threads)
 
     def _deal(self, layer: Layer, work: Work) -> Deal:
-        """How heads are dealt out to threads changes no result: each head is computed the same way."""
+        """The Deal of layers like this one. It changes no result: each head is computed the same way."""
         (hq, hkv, _, dv), items = layer.sizes[:4], len(work.items)
-        many = work.keys * layer.key_bytes > ALONE and team() is not None
-        threads = torch.get_num_threads() if many else 1
+        threads = native.threads(work.keys * layer.key_bytes > ALONE)
         per_work = hkv if items >= 2 * threads or threads == 1 else max(1, hkv * items // (2 * threads))
         pieces = items * -(-hkv // per_work)
         scratch = self._buffer("scratch", threads * layer.scratch // 8)

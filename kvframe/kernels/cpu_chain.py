@@ -1,7 +1,7 @@
 """What a forward does between two attention layers, as one native call on rows of bf16 (numba).
 
 At few tokens such a stretch (a product, a residual, a norm, two products around an activation, ...) takes less time
-than Python needs to call its operations. A chain has them as instructions, in memory that it owns:
+than Python needs to call its operations. A chain has them as instructions:
 
     args [NARGS] int64      index  name                 meaning
                             0      (not used)
@@ -10,8 +10,9 @@ than Python needs to call its operations. A chain has them as instructions, in m
                             3, 4   ARRIVED, GENERATION  where threads meet
                             5..    LIST                 of each instruction: what it is, address of its block
 
-A block has the layout of the function that does it alone (`cpu_linear`, `cpu_norm`, `cpu_rotary`; element-wise ones:
-see below). Results are rounded to bf16 after each operation, as torch rounds them.
+A block has the layout of the function that does it alone (`cpu_linear`, `cpu_norm`, `cpu_rotary`); that of element-wise
+operations has, from word 2 on, ROWS, WIDTH, and address and numbers between rows of x and of y, and the address of the
+result. Results are rounded to bf16 after each operation, as torch rounds them.
 
 Shape legend: M rows.
 """
@@ -30,7 +31,7 @@ from kvframe.kernels import cpu_linear, cpu_norm, cpu_rotary, native
 
 NOTHING, LINEAR, SEVERAL, NORM, ROTATE, ADD, MULTIPLY, SILU, WIDEN = range(9)
 COUNT, THREADS, ARRIVED, GENERATION, LIST = 1, 2, 3, 4, 5
-NEXT, ROWS, WIDTH, X, X_S, Y, Y_S, OUT = range(1, 9)  # block of an operation on rows: element-wise ones, and WIDEN
+ROWS, WIDTH, X, X_S, Y, Y_S, OUT = range(2, 9)  # block of an element-wise operation, and of WIDEN (bf16 -> fp32)
 PATIENCE = 2000  # looks at a counter before a waiting thread gives way
 
 
@@ -98,11 +99,13 @@ class Scratch:
 
 
 class Chain:
-    """Called with the inputs, each a tensor whose flat memory is M rows; answers the outputs.
+    """Called with the inputs, each a bf16 tensor whose flat memory is M rows; answers the outputs. For one thread at a
+    time. Raises ValueError: more rows than there is room for.
 
     Args:
         instructions: in their order.
         buffers: width of each. inputs: width of each.
+        outputs: what is answered. scratch: room for what is not.
     """
 
     def __init__(
@@ -168,7 +171,8 @@ class Chain:
         block[WIDTH] = block[X_S] = width
         return block
 
-    def _whole(self, buffer: int) -> Rows:
+    @staticmethod
+    def _whole(buffer: int) -> Rows:
         return Rows(buffer, 0, 0, 0)
 
     def _list(self, op: int, block: ctypes.Array, rows: int, places: dict[int, Rows], fixed: dict | None = None):
@@ -194,7 +198,7 @@ class Chain:
                 at = x.data_ptr()
                 for block, word, offset in places:
                     block[word] = at + offset
-            threads = torch.get_num_threads() if native.team() is not None else 1
+            threads = native.threads()
             self._args[THREADS] = native.team_size() if threads > 1 else 0
             memory = torch.empty(m * self._kept_width, dtype=torch.bfloat16)
             at = memory.data_ptr()
@@ -206,6 +210,8 @@ class Chain:
         return [torch.as_strided(memory, *show) if type(show) is tuple else show for show in self._shown[m]]
 
     def _set_rows(self, m: int) -> None:
+        if m > self._scratch.rows:
+            raise ValueError(f"a chain for at most {self._scratch.rows} rows got {m}")
         self._m = m
         for i, (op, block, rows) in enumerate(self._lists):
             block[rows] = m

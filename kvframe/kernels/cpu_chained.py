@@ -12,7 +12,6 @@ from kvframe.kernels.cpu_chain import (
     LINEAR,
     LIST,
     MULTIPLY,
-    NEXT,
     NORM,
     NOTHING,
     OUT,
@@ -32,6 +31,7 @@ from kvframe.kernels.cpu_math import give_way, rounded_add8, rounded_mul8, silu8
 from kvframe.kernels.cpu_multiply import one, several
 from kvframe.kernels.cpu_rowwise import norm, rotate_bf16
 from kvframe.kernels.cpu_vector import fetch_add, load, load8, pointer, put, put8, shift
+from kvframe.kernels.native import NEXT
 
 
 @njit(error_model="numpy")

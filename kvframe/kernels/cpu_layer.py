@@ -39,6 +39,7 @@ class Layer:
 
     @classmethod
     def of(cls, storage: LayerStorage) -> Layer:
+        """storage: of a layer that the kernel can serve."""
         from kvframe.kernels.cpu_decode import scratch_bytes
 
         spec, rule = storage.spec, storage.retention
@@ -48,7 +49,7 @@ class Layer:
         spread = hkv * max(dk, dv) if k.table is not None or v.table is not None else 0
         sizes = storage.k["payload"].element_size(), storage.v["payload"].element_size()
         key_bytes, scratch = hkv * (dk * sizes[0] + dv * sizes[1]), scratch_bytes(hq, dk, dv, spread)
-        layer = storage.memo["cpu"] = cls(
+        return cls(
             k_how=k, v_how=v, plain=k.plain and v.plain, sizes=(hq, hkv, dk, dv, storage.block_size),
             key=(storage.group, rule.window, rule.sinks, storage.block_size),
             shape=(hq, hkv, dk, dv, key_bytes, scratch),
@@ -57,7 +58,14 @@ class Layer:
             tables_at=tuple(0 if how.table is None else address(how.table) for how in (k, v)),
             function=callback(*attend_name(spec.dtype, k, v)),
         )  # fmt: skip
-        return layer
+
+
+def layer_of(storage: LayerStorage) -> Layer:
+    """The Layer of a storage, made at the first call."""
+    layer = storage.memo.get("cpu")
+    if layer is None:
+        layer = storage.memo["cpu"] = Layer.of(storage)
+    return layer
 
 
 def attend_name(dtype: str, k: Reader, v: Reader) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ import torch
 
 from kvframe.kernels import native
 
-NEXT, PIECES, M, I, S, X, OUT, PARTS = range(1, 9)
+PIECES, M, I, S, X, OUT, PARTS = range(2, 9)
 FIRST, FIELDS = 9, 3
 GROUP = 8  # rows that share a weight in a register
 ROWS = 32  # from more rows on a product with packed fp32 weights is faster
@@ -73,7 +73,7 @@ class FewRows:
             return out
         x = (x if rows == 1 else x.float()).contiguous()
         args = self._args
-        args[NEXT], args[M], args[X], args[OUT] = 0, rows, x.data_ptr(), out.data_ptr()
-        threads = torch.get_num_threads() if self._large and native.team() is not None else 1
+        args[native.NEXT], args[M], args[X], args[OUT] = 0, rows, x.data_ptr(), out.data_ptr()
+        threads = native.threads(self._large)
         native.run(native.callback("linear", rows > 1), self._at, min(threads, self._pieces))
         return out

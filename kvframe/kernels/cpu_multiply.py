@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from kvframe.kernels.cpu_linear import FIELDS, FIRST, GROUP, NEXT, OUT, PIECE, PIECES, I, M, S, X
+from kvframe.kernels.cpu_linear import FIELDS, FIRST, GROUP, OUT, PIECE, PIECES, I, M, S, X
 from kvframe.kernels.cpu_vector import add8, f32, fetch_add, fma, load, load8, pointer, put, shift, splat, sum_of
+from kvframe.kernels.native import NEXT
 
 
 @njit(error_model="numpy")

@@ -22,7 +22,7 @@ import torch
 
 from kvframe.kernels import native
 
-NEXT, ROWS, N, X, OUT, W, EPS, OFFSET = range(1, 9)
+ROWS, N, X, OUT, W, EPS, OFFSET = range(2, 9)
 NARGS = 9
 PIECE = 8  # rows
 ALONE = 32  # rows that one thread has done before another one would be awake
@@ -35,7 +35,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> to
     rows = x.numel() // n
     args = (ctypes.c_int64 * NARGS)()
     struct.pack_into("7q2d", args, 0, 0, 0, rows, n, x.data_ptr(), out.data_ptr(), weight.data_ptr(), eps, offset)
-    threads = min(torch.get_num_threads(), -(-rows // ALONE)) if native.team() is not None else 1
+    threads = min(native.threads(), -(-rows // ALONE))
     native.run(native.callback("norm"), ctypes.addressof(args), threads)
     return out
 

@@ -24,7 +24,7 @@ import torch
 
 from kvframe.kernels import native
 
-NEXT, T, H, D, X, X_T, X_H, COS, SIN, C_T, S_T, OUT = range(1, 13)
+T, H, D, X, X_T, X_H, COS, SIN, C_T, S_T, OUT = range(2, 13)
 NARGS = 13
 ALONE = 1 << 14  # numbers that one thread has turned before another one would be awake
 
@@ -37,7 +37,10 @@ def can_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x [1, H, T, D]`, `cos [1, 1, T, D]`, `sin [1, 1, T, D]` -> `[1, H, T, D]`, heads of a token side by side."""
+    """`x [1, H, T, D]`, `cos [1, 1, T, D]`, `sin [1, 1, T, D]` -> `[1, H, T, D]`, heads of a token side by side.
+
+    Only for what `can_rotate` takes: nothing is checked here.
+    """
     _, heads, tokens, size = x.shape
     x, cos, sin = (y if y.stride(3) == 1 else y.contiguous() for y in (x, cos, sin))
     out = torch.empty(1, tokens, heads, size, dtype=x.dtype)
@@ -46,7 +49,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         "13q", args, 0, 0, 0, tokens, heads, size, x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(),
         sin.data_ptr(), cos.stride(2), sin.stride(2), out.data_ptr(),
     )  # fmt: skip
-    threads = torch.get_num_threads() if out.numel() > ALONE and native.team() is not None else 1
+    threads = native.threads(out.numel() > ALONE)
     name = "bfloat16" if x.dtype is torch.bfloat16 else "float32"
     native.run(native.callback("rotate", name), ctypes.addressof(args), min(threads, tokens))
     return out.transpose(1, 2)

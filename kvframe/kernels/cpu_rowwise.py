@@ -6,7 +6,7 @@ from numba import float32, njit
 
 from kvframe.kernels import cpu_rotary
 from kvframe.kernels.cpu_math import rounded_add8, rounded_mul8
-from kvframe.kernels.cpu_norm import EPS, NEXT, OFFSET, OUT, PIECE, ROWS, N, W, X
+from kvframe.kernels.cpu_norm import EPS, OFFSET, OUT, PIECE, ROWS, N, W, X
 from kvframe.kernels.cpu_vector import (
     add8,
     f32,
@@ -21,6 +21,7 @@ from kvframe.kernels.cpu_vector import (
     splat,
     sum_of,
 )
+from kvframe.kernels.native import NEXT
 
 
 @njit(inline="always", error_model="numpy")
@@ -34,6 +35,7 @@ def turned(out, i, x, cos, y, sin):
 
 @njit(error_model="numpy")
 def norm(address):
+    """The root mean square norms of rows; the block is that of `cpu_norm`."""
     a = pointer("int64", address)
     n, rows, reals = load(a, N), load(a, ROWS), pointer("float64", address)
     w, eps, offset = pointer("bfloat16", load(a, W)), load(reals, EPS), splat(float32(load(reals, OFFSET)))
@@ -71,6 +73,7 @@ def rotation(dtype: str):
 
     @njit(error_model="numpy")
     def rotate(address):
+        """The block is that of `cpu_rotary`."""
         a = pointer("int64", address)
         tokens, heads, half = load(a, cpu_rotary.T), load(a, cpu_rotary.H), load(a, cpu_rotary.D) // 2
         while True:

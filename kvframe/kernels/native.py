@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import torch
 
 PLACES = {  # first part of a name -> module of kvframe.kernels and the function that makes it of the other parts
     "scatter": ("cpu_decode", "scatter_function"),
@@ -24,24 +25,30 @@ PLACES = {  # first part of a name -> module of kvframe.kernels and the function
     "chain": ("cpu_chained", "chain_function"),
     "rotate": ("cpu_rowwise", "rotate_function"),
 }
-SOURCES = ("cpu_bits", "cpu_vector", "cpu_math", "cpu_rows", *sorted({module for module, _ in PLACES.values()}))
+NEXT = 1  # the word of every block of arguments that counts the pieces which a thread has taken
 
-_lock, _callbacks, _team = threading.Lock(), {}, []
+_lock, _callbacks = threading.Lock(), {}
+
+
+@functools.cache
+def _stamp() -> int:
+    """Of all that compiled functions are made of: numba watches the time of the file of a function only."""
+    stamp = 0
+    for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        stamp = zlib.crc32(source.read_bytes(), stamp)
+    return stamp
 
 
 def maker(*name: str):
     """The Python function of this name, before it is compiled."""
     module, function = PLACES[name[0]]
-    stamp = 0  # numba watches the time of the file of a function only
-    for source in SOURCES:
-        stamp = zlib.crc32(Path(__file__).with_name(f"{source}.py").read_bytes(), stamp)
-    return getattr(importlib.import_module(f"kvframe.kernels.{module}"), function)(*name[1:], stamp)
+    return getattr(importlib.import_module(f"kvframe.kernels.{module}"), function)(*name[1:], _stamp())
 
 
 def compiled(*name: str):
-    """A C callback, from the disk cache or compiled: `("scatter",)` and `("encode", ...)` store, `("attend", ...)`
-    attends, `("linear", ...)` multiplies, `("norm",)` is a norm,
-    `("rotate", ...)` a rotary embedding, `("chain",)` all of them in a row.
+    """A C callback, from the disk cache or compiled. Names: `("scatter",)` and `("encode", dtype, type)` store,
+    `("attend", ...)` attends, `("linear", many)` multiplies, `("norm",)` is a norm, `("rotate", dtype)` a rotary
+    embedding, `("chain",)` the latter three and element-wise operations in a row.
 
     numba keeps its cache beside the module, or in NUMBA_CACHE_DIR or the user's cache folder when that is read-only. It
     finds a function again when what it closes over are plain values: the functions that it calls are globals of its
@@ -68,30 +75,35 @@ def callback(*name: str):
     return _callbacks[name]
 
 
+@functools.cache
 def team():
     """`GOMP_parallel(function, data, threads, flags)` of the OpenMP runtime that torch uses, or None.
 
     A pool of our own would fight with torch's workers, which spin for milliseconds after each operation.
     """
-    if not _team:
-        try:
-            function = ctypes.CDLL(None).GOMP_parallel
-            function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)
-            function.restype = None
-        except (AttributeError, OSError, TypeError):
-            function = None
-        _team.append(function)
-    return _team[0]
+    try:
+        function, _ = ctypes.CDLL(None).GOMP_parallel, ctypes.CDLL(None).omp_get_num_threads  # see `team_size`
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)
+        function.restype = None
+    except (AttributeError, OSError, TypeError):
+        return None
+    return function
 
 
 @functools.cache
 def team_size() -> int:
-    """The address of `omp_get_num_threads`: a team may have fewer threads than were asked for."""
+    """The address of `omp_get_num_threads`: a team may have fewer threads than were asked for. Only where there is a
+    `team`."""
     return ctypes.cast(ctypes.CDLL(None).omp_get_num_threads, ctypes.c_void_p).value
 
 
+def threads(worth: bool = True) -> int:
+    """How many threads share work that is worth more than one."""
+    return torch.get_num_threads() if worth and team() is not None else 1
+
+
 def run(function, at: int, threads: int) -> None:
-    """Runs `function(at)` on so many threads at once."""
+    """Runs `function(at)` on so many threads at once; more than one only where there is a `team`."""
     if threads > 1:
         team()(function.pointer, at, threads, 0)
     else:
@@ -99,4 +111,5 @@ def run(function, at: int, threads: int) -> None:
 
 
 def address(array: np.ndarray) -> int:
+    """Where the first number of an array lies."""
     return array.__array_interface__["data"][0]

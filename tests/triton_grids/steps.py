@@ -7,22 +7,24 @@ import pytest
 import torch
 from test_graphs import again, tokens
 
+from kvframe import graphs as graphing
 from kvframe.config import build_engine, compose
+from kvframe.graphs import Graphs
 from kvframe.hf import random_model
-from kvframe.hf.graphs import Graphs
 
 OWN = ["model=random", "cache.memory=4MiB", "engine.clock=virtual", "engine.max_step_tokens=24", "engine.max_len=64"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("cache", ["paged", "sliding_window", "int8"])
-def test_tokens_are_those_of_the_reference_kernel(cache):
+def test_tokens_are_those_of_the_reference_kernel(cache, monkeypatch):
+    monkeypatch.setattr(graphing, "TIMES", 1)
     model = random_model("tiny", "float32", device=DEVICE)
     plain = build_engine(compose([*OWN, f"cache={cache}", "kernel=reference", "engine.cuda_graphs=false"]), model)
     engine = build_engine(compose([*OWN, f"cache={cache}", "kernel=triton"]), model)
     assert engine.cache.graphs
     if DEVICE == "cpu":
-        engine.graphs = model.graphs(engine.cache, capture=again)
+        engine.graphs = model.graphs(engine.cache, 64, capture=again)
     assert isinstance(engine.graphs, Graphs)
     lengths = (5, 17)
     assert tokens(engine, lengths, 4) == tokens(plain, lengths, 4)

@@ -46,14 +46,16 @@ class _Stretch:
 
 
 class _Finder:
-    def __init__(self, program: Program):
-        self.program, self.samples = program, program.samples
+    """Walks through a program and cuts out its stretches."""
+
+    def __init__(self, program: Program, rows: int):
+        self.program, self.samples, self.rows = program, program.samples, rows
         self.steps: list[Step | _Stretch] = []
         self.open: _Stretch | None = None
         self._by_name = {step.name: step for step in program.steps}
         self._made: dict[str, list[Name]] = {}  # step -> the tensors that it made
         for name in self.samples:
-            self._made.setdefault(name.text.partition("[")[0], []).append(name)
+            self._made.setdefault(name.whole, []).append(name)
 
     def run(self) -> Program:
         for step in self.program.steps:
@@ -67,7 +69,7 @@ class _Finder:
         used = seen | {name for part in self.steps if isinstance(part, _Stretch) for name in part.inputs}
         renamed: dict[Name, Name] = {}
         steps: list[Step] = []
-        scratch = Scratch(ROWS)  # no two chains run at once
+        scratch = Scratch(self.rows)  # no two chains run at once
         for number, part in enumerate(self.steps):
             if isinstance(part, Step):
                 steps.append(part)
@@ -117,9 +119,9 @@ class _Finder:
         if stretch is None or stretch.size != out.size:
             self._close()
             stretch = self.open = _Stretch(out.size)
-        places = [self._rows(stretch, value, found) for value, found in zip(values, layouts)]
-        if any(place is None for place in places):
+        if not all(self._reachable(stretch, value, found) for value, found in zip(values, layouts)):
             return False
+        places = [self._rows(stretch, value, found) for value, found in zip(values, layouts)]
         stretch.buffers.append(out.width)
         buffer = -len(stretch.buffers)
         for sample in self.samples[step.name]:
@@ -132,13 +134,16 @@ class _Finder:
         stretch.made.append(step)
         return True
 
-    def _rows(self, stretch: _Stretch, name: Name, found: Layout) -> Rows | None:
+    def _reachable(self, stretch: _Stretch, name: Name, found: Layout) -> bool:
+        """Does a value lie in a buffer of the stretch, or row after row in a tensor that may be an input?"""
+        inside = _storage(self.samples[name][0]) in stretch.held
+        return inside or self.samples[name][0].is_contiguous() and found.stride == found.width
+
+    def _rows(self, stretch: _Stretch, name: Name, found: Layout) -> Rows:
         """Where a value lies: in a buffer of the stretch, or in an input, which comes into its own memory."""
         buffer = stretch.held.get(_storage(self.samples[name][0]))
         if buffer is not None:
             return Rows(buffer, found.offset, found.stride, found.width)
-        if not (self.samples[name][0].is_contiguous() and found.stride == found.width):
-            return None
         name = self._origin(name)
         if name not in stretch.inputs:
             stretch.inputs.append(name)
@@ -218,7 +223,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _without_idle_views(program: Program) -> Program:
     """Without the views that nobody looks at any more."""
-    used, kept = {program.out.text.partition("[")[0]}, []
+    used, kept = {program.out.whole}, []
     for step in reversed(program.steps):
         sample = program.samples.get(step.name)
         read = list(names((step.args, step.kwargs)))
@@ -229,14 +234,16 @@ def _without_idle_views(program: Program) -> Program:
         )
         if view and step.name.text not in used:
             continue
-        used |= {name.text.partition("[")[0] for name in read}
+        used |= {name.whole for name in read}
         kept.append(step)
     return program.of(kept[::-1])
 
 
-def chained(program: Program) -> Program:
+def chained(program: Program, rows: int) -> Program:
     """The program with its stretches as chains; itself where there are none.
 
-    Raises: CannotReplay.
+    Args:
+        rows: most tokens of a step, at most ROWS of `cpu_linear`.
+    Raises: CannotReplay: a chain computes something else than was recorded.
     """
-    return _Finder(program).run()
+    return _Finder(program, rows).run() if rows <= ROWS else program

@@ -11,7 +11,7 @@ program writes `T` or `K`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,9 +32,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Name:
-    """A value of the program: an input, a size, the result of a step."""
+    """A value of the program: an input, a size, the result of a step or a part of it (`v3[0]`)."""
 
     text: str
+
+    @property
+    def whole(self) -> str:
+        """The result that this is a part of."""
+        return self.text.partition("[")[0]
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Step:
 @dataclass
 class Program:
     """steps: in their order. inputs: names of the arguments. samples: of each value the tensors that the recordings
-    saw; sizes: T and K of these. Both are there until the program is compiled."""
+    saw; sizes: T and K of these. Both are there until `forget`."""
 
     inputs: tuple[str, ...]
     steps: list[Step]
@@ -78,11 +83,12 @@ class Program:
         """The text of a function `run`, and the globals that it needs. around: what is called instead of a function."""
         writer = _Writer()
         lines = [f"def run({', '.join(self.inputs)}):"]
-        last = {name: i for i, step in enumerate(self.steps) for name in names((step.args, step.kwargs))}
+        last = {name.whole: i for i, step in enumerate(self.steps) for name in names((step.args, step.kwargs))}
         gone: dict[int, list[str]] = {}
-        for name, i in last.items():
-            if name != self.out and name.text.startswith("v") and "[" not in name.text:
-                gone.setdefault(i, []).append(name.text)
+        made = {step.name.text for step in self.steps}
+        for text, i in last.items():
+            if text in made - {self.out.whole, "T", "K"}:
+                gone.setdefault(i, []).append(text)
         for i, step in enumerate(self.steps):
             args = [writer.text(arg) for arg in step.args]
             args += [f"{key}={writer.text(value)}" for key, value in step.kwargs.items()]
@@ -129,7 +135,7 @@ class _Writer:
         return self.known("c", value)
 
 
-def names(value: Any):
+def names(value: Any) -> Iterator[Name]:
     """The Names inside arguments."""
     if isinstance(value, Name):
         yield value
@@ -172,7 +178,7 @@ class _Origins:
 
 
 def unified(a: Recording, b: Recording) -> Program:
-    """Raises CannotReplay: they differ in more than their sizes."""
+    """The program that is both. Raises CannotReplay: they differ in more than their sizes."""
     if len(a.calls) != len(b.calls):
         raise CannotReplay(f"forwards of {a.sizes} and {b.sizes} call {len(a.calls)} and {len(b.calls)} functions")
     origins, steps = (_Origins(a), _Origins(b)), []

@@ -20,20 +20,29 @@ from kvframe.hf.replay.tape import CannotReplay, recording
 log = logging.getLogger(__name__)
 
 RECORDED = ((3, 2), (5, 3))  # (T, K) of the two recordings
-PROVED = ((1, 1), (2, 0))  # (T, K) of the forwards that are held against the model's, bit by bit
+PROVED = ((1, 1), (2, 0))  # (T, K) of forwards that are held against the model's bit by bit; see also `longest`
 NEAR = 2**-5  # of the largest logit: chains may round a sigmoid to the other side
 START = 11  # first position of the tokens
 
 
 class Replayed:
-    """A model's forward: `program` where it fits, the module itself otherwise. Called as the module is."""
+    """A model's forward: the program where it fits, the module itself otherwise.
+
+    Called as the module is, with the arguments of the recording (`input_ids [1, T]`, ...); answers
+    `(logits [1, K, V],)`, or what the module answers, whose first part that is.
+
+    Args:
+        longest: tokens of a step, and logits, up to which the program is used.
+    """
 
     def __init__(self, module: torch.nn.Module, program: Program, longest: int):
         self.module, self.program, self.longest = module, program, longest
         self.run, self._inputs = program.compiled(), set(program.inputs)
 
     def __call__(self, *, use_cache: bool = False, **inputs: Any):
-        if inputs["input_ids"].shape[1] > self.longest or inputs.keys() != self._inputs:
+        keep = inputs.get("logits_to_keep")
+        many = inputs["input_ids"].shape[1] > self.longest or keep is not None and len(keep) > self.longest
+        if many or inputs.keys() != self._inputs:
             return self.module(use_cache=use_cache, **inputs)
         return (self.run(**inputs),)
 
@@ -58,6 +67,21 @@ def _standing_in(running):
         running.cache, running.plan = before
 
 
+@contextmanager
+def _poisoned():
+    """Memory that is asked for holds NaN: what something else writes there than a function of torch, a recording does
+    not know, and a replay would find the right numbers there by chance."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 def replayed(
     module: torch.nn.Module, running, inputs: Callable[[int, int, int], dict[str, Any]], longest: int
 ) -> Replayed:
@@ -80,7 +104,7 @@ def replayed(
 def _replayed(module, running, inputs, longest: int) -> Replayed:
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         raise CannotReplay("its modules have hooks")
-    with torch.inference_mode(), _standing_in(running):
+    with torch.inference_mode(), _standing_in(running), _poisoned():
         first, second = (_record(module, inputs(*size, START), size, size is RECORDED[0]) for size in RECORDED)
         plain = rotations(unified(first, second))
         given = [inputs(*size, START + number) for number, size in enumerate((*PROVED, (longest, min(longest, 7))))]
@@ -89,7 +113,7 @@ def _replayed(module, running, inputs, longest: int) -> Replayed:
         found = Replayed(module, plain.forget(), longest)
         _prove(found, proof[:-1], torch.equal)
         try:
-            program = chained(plain)
+            program = chained(plain, longest)
             if program is not plain:
                 better = Replayed(module, program.forget(), longest)
                 _prove(better, proof, _near)

@@ -28,7 +28,7 @@ class TritonKernel(Kernel):
     """
 
     name = "triton"
-    sink_queries = graphs = True
+    sink_queries = True
 
     def __init__(self):
         self._plan: StepPlan | None = None
@@ -54,6 +54,10 @@ class TritonKernel(Kernel):
             if found is not None:
                 reasons.append(f"{found} ({kind}: {type(codec).__name__})")
         return reasons
+
+    def graphs(self, storage: LayerStorage) -> bool:
+        layer = self._layer(storage)
+        return layer.k.written and layer.v.written  # other codecs encode themselves, in whatever way
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` into the slots of the plan; codecs that do not say how they
