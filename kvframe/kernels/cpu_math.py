@@ -28,7 +28,8 @@ def silu8(context, x):
 
     def build(b, x):
         below = b.fcmp_ordered("<", x, full(0.0))
-        e = _exp2(b, b.fmul(b.select(below, x, b.fsub(full(-0.0), x)), full(LOG2E)))
+        power = b.fmul(b.select(below, x, b.fsub(full(-0.0), x)), full(LOG2E))
+        e = b.select(b.fcmp_ordered("<", power, full(-126.0)), full(0.0), _exp2(b, power))
         return b.fdiv(b.fmul(x, b.select(below, e, full(1.0))), b.fadd(full(1.0), e))
 
     return vector(vector), code(build)
