@@ -171,6 +171,10 @@ def test_a_length_that_decides_far_away_is_found_by_the_proof():
     with pytest.raises(CannotReplay, match="of 16 tokens gives other logits"):
         replaying.replayed(far, Idle(), sample, 16)
     assert replaying.replayed(far, Idle(), sample, 8)
+    for where in (lambda x: x.shape[1] == 2, lambda x: x.shape[1] > 10):
+        first = Strange(lambda module, x: torch.cat([x[:, :1] * 2, x[:, 1:]], 1) if where(x) else x).eval()  # noqa: B023
+        with pytest.raises(CannotReplay, match="gives other logits"):
+            replaying.replayed(first, Idle(), sample, 16)
 
 
 def test_harmless_things_are_replayed():
@@ -210,6 +214,112 @@ def test_tokens_and_logits_are_told_apart():
     written = [value for step in program.steps for value in step.args]
     assert Name("2 * T") in written
     assert "def run(input_ids, position_ids, logits_to_keep)" in program.source()[0]
+
+
+class Writing(nn.Module):
+    """Between two products: something that is written in place."""
+
+    def __init__(self, own, write):
+        super().__init__()
+        self.own, self.write = own, write
+
+    def forward(self, x):
+        return self.own.down_proj(self.write(self.own.up_proj(x)))
+
+
+WRITES = {
+    "clamp": lambda x: x.clamp_(-1e-3, 1e-3),
+    "scale": lambda x: x.mul_(1.0078),
+    "part": lambda x: (x[..., :16].clamp_(-1e-3, 1e-3), x)[1],
+    "copied": lambda x: (x.new_empty(x.shape).copy_(x) + x.new_zeros(x.shape)),
+    "activation": lambda x: F.silu(x, inplace=True),
+    "item": lambda x: (x.__setitem__((..., slice(0, 8)), 0.5), x)[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_in_place_is_not_lost(name, dtype):
+    module = tiny_model("llama").to(dtype)
+    for layer in module.model.layers:
+        layer.mlp = Writing(layer.mlp, WRITES[name])
+    model = HFModel.from_module(module, verify=False)
+    model.pack_weights()
+    assert model.replay() is None
+    assert dtype is torch.float32 or chains(model)
+    for tokens, wanted in SIZES:
+        found, module = both(model, tokens, wanted)
+        assert found.shape == module.shape and (found - module).abs().sum() <= 1e-2 * module.abs().sum()
+        assert dtype is torch.bfloat16 or torch.equal(found, module)
+
+
+def test_packing_after_a_recording_and_compiling_after_it():
+    model = wrapped("llama", torch.bfloat16)
+    assert model.replay() is None and not chains(model)
+    assert model.pack_weights() > 0 and chains(model)
+    model.compile(backend="eager")
+    compiled = model._run
+    model.weights_changed()
+    assert model._run is compiled
+
+
+def step_of(model, tokens=3):
+    engine = build_engine(compose([*OWN, "kernel=reference"]), model)
+    sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return engine.generate([Request(prompt_tokens=[5, 6, 7, 8], sampling=sampling)])[0].output_tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_that_were_changed_are_recorded_again(dtype):
+    """Weights that moved, another dtype, modules and hooks of somebody else."""
+    model = random_model("tiny", dtype)
+    before, tokens = model.version, step_of(model)
+    for weight in model.module.parameters():
+        weight.data = weight.data.clone()
+    assert step_of(model) == tokens and model.version == before + 1
+    calls = []
+    hook = model.module.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    assert step_of(model) == tokens and len(calls) >= 3 and model._run is model.module
+    hook.remove()
+    model.module.lm_head = nn.Sequential(model.module.lm_head)
+    model.weights_changed()
+    assert step_of(model) == tokens and isinstance(model._run, Replayed)
+
+
+def test_an_interrupt_while_a_chain_is_prepared(monkeypatch):
+    model = wrapped("llama", torch.bfloat16)
+    model.pack_weights()
+    model.replay()
+    chain = chains(model)[0]
+    wanted = both(model, 4, 4)[1]
+    both(model, 2, 2)
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted(*_):
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        chain._shown.clear()
+        patch.setattr(chain, "_show", interrupted)
+        with pytest.raises(Interrupt):
+            both(model, 4, 4)
+    assert torch.equal(both(model, 4, 4)[0], wanted)
+
+
+def test_attention_that_answers_something_else_is_an_error():
+    model = wrapped("llama", torch.bfloat16)
+    model.pack_weights()
+    model.replay()
+
+    class Wide(StandIn):
+        def attend(self, layer, q, k, v, plan):
+            return super().attend(layer, q, k, v, plan).float()
+
+    model.running.cache, model.running.plan = Wide(), object()
+    with torch.inference_mode(), pytest.raises(ValueError, match="a chain wants bfloat16"):
+        model._run(**model._sample_inputs(4, 1, 0))
 
 
 def test_what_attention_got_is_its_own():

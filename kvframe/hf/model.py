@@ -17,7 +17,7 @@ from kvframe.errors import UnsupportedModelError
 from kvframe.graphs import Graphs
 from kvframe.hf import linear, opaque, packing, past, positions, rotary, seam, turning
 from kvframe.hf.probe import probe
-from kvframe.hf.replay.replayed import replayed
+from kvframe.hf.replay.replayed import hooks, replayed
 from kvframe.hf.replay.tape import CannotReplay
 from kvframe.hf.verify import verify as verify_model
 from kvframe.kernels.cpu_linear import ROWS
@@ -62,6 +62,7 @@ class HFModel:
         self._run, self._replays, self._compiled = self.module, False, False
         self._why: str | None = None
         self.version = 0
+        self._seen: tuple = ()  # see `_look`
         weight = next(module.parameters())
         self.device = "cpu" if weight.is_meta else str(weight.device)  # see kvframe.hf.skeleton
         config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
@@ -105,14 +106,21 @@ class HFModel:
         """Makes the copies of `pack_weights` again, and what `replay` recorded, where there are any: to be called when
         weights or modules are others than before. Engines with CUDA graphs make theirs again."""
         self.version += 1
+        packed, self.packed_bytes = self.packed_bytes, None
+        if packed is not None:
+            packing.unpack(self.module)
+        replays = self._stop_replaying()
+        if packed is not None:
+            self.pack_weights()
+        if replays:
+            self.replay()
+
+    def _stop_replaying(self) -> bool:
+        """From now on the modules run. Answers whether they did not."""
         replays, self._replays = self._replays, False
         if replays:
             self._run = self.module
-        if self.packed_bytes is not None:
-            packing.unpack(self.module)
-            self.packed_bytes = packing.pack(self.module, self._alone)
-        if replays:
-            self.replay()
+        return replays
 
     def pack_weights(self) -> int:
         """Lets linear layers keep copies of their weights that this machine multiplies faster, and norms run in one
@@ -121,7 +129,10 @@ class HFModel:
         Answers the bytes of the copies. A second call changes nothing.
         """
         if self.packed_bytes is None:
+            replays = self._stop_replaying()
             self.packed_bytes = packing.pack(self.module, self._alone)
+            if replays:
+                self.replay()
         return self.packed_bytes
 
     def compile(self, **options: Any) -> None:
@@ -143,6 +154,7 @@ class HFModel:
         from kvframe.hf import operators  # noqa: F401  what the graph calls
 
         opaque.number(self.running)
+        self._replays = False
         self._run, self._compiled = torch.compile(self.module, dynamic=True, **options), True
 
     def replay(self) -> str | None:
@@ -160,6 +172,7 @@ class HFModel:
                 raise CannotReplay("the model is not told its positions")
             longest = ROWS if self.device == "cpu" else LONGEST
             self._run = replayed(self.module, self.running, self._sample_inputs, longest)
+            self._seen = self._look(whole=True)
         except CannotReplay as error:
             self._why = str(error)
             log.info("%s is not replayed: %s", self.name, error)
@@ -192,11 +205,27 @@ class HFModel:
 
     @torch.inference_mode()
     def _step(self, ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:
+        if self._replays and self._changed(plan):
+            log.info("%s has changed: what was derived from it is made again", self.name)
+            self.weights_changed()
         self.running.plan = plan
         try:
             return self.flat_logits(ids, plan.positions, keep)
         finally:
             self.running.plan = None
+
+    def _look(self, whole: bool) -> tuple:
+        """What shows that weights were moved or, if `whole`, that modules or hooks are others than before."""
+        weight = next(self.module.parameters())
+        moved = weight.data_ptr(), weight.dtype, weight.device
+        return (*moved, hooks(self.module), *map(id, self.module.modules())) if whole else moved
+
+    def _changed(self, plan: StepPlan) -> bool:
+        """Looked at closely where it costs little, in steps with a prompt."""
+        if self._run is self.module:
+            return False
+        seen = self._look(whole=plan.max_query > 1)
+        return seen != self._seen[: len(seen)]
 
     def flat_logits(
         self, ids: torch.Tensor, positions: torch.Tensor | None, keep: torch.Tensor | None = None, **more: Any
@@ -230,8 +259,12 @@ class HFModel:
 
     def _alone(self) -> None:
         """A forward without a cache, as transformers computes it."""
-        with seam.implementation(self.module, "eager"), linear.light(self.module):
-            self._few_at(0)
+        run, self._run = self._run, self.module
+        try:
+            with seam.implementation(self.module, "eager"), linear.light(self.module):
+                self._few_at(0)
+        finally:
+            self._run = run
 
     def _dry_forward(self) -> None:
         self._few_at(0)

@@ -100,7 +100,7 @@ class Scratch:
 
 class Chain:
     """Called with the inputs, each a bf16 tensor whose flat memory is M rows; answers the outputs. For one thread at a
-    time. Raises ValueError: more rows than there is room for.
+    time. Raises ValueError: inputs that are something else, or more rows than there is room for.
 
     Args:
         instructions: in their order.
@@ -118,17 +118,18 @@ class Chain:
     ):
         self.widths, self.outputs, self._scratch = tuple(inputs), tuple(outputs), scratch
         shown = {-1 - output.rows.source for output in outputs}
+        kept = sorted({-1 - output.rows.source for output in outputs if output.kept})
         self._buffers = [
-            torch.zeros(scratch.rows * width, dtype=torch.bfloat16) if i in shown
+            None if i in kept else torch.zeros(scratch.rows * width, dtype=torch.bfloat16) if i in shown
             else scratch.take(i, width, torch.bfloat16)
             for i, width in enumerate(buffers)
         ]  # fmt: skip
-        kept = sorted({-1 - output.rows.source for output in outputs if output.kept})
         starts = itertools.accumulate((buffers[i] for i in kept), initial=0)
         self._kept = dict(zip(kept, starts))  # buffer -> where it begins in the memory of a call, in units of M
         self._kept_width = sum(buffers[i] for i in kept)
         self._moved: list[tuple[ctypes.Array, int, int, int]] = []  # block, word, begin, byte offset
-        self._instructions = tuple(instructions)  # keeps weights
+        self._instructions = tuple(instructions)
+        self._weights: list[torch.Tensor] = []  # their memory stays, whatever becomes of the parameters
         self._inputs: list[list[tuple[ctypes.Array, int, int]]] = [[] for _ in inputs]  # block, word, byte offset
         self._lists: list[tuple[int, ctypes.Array, int]] = []  # op, block, its word for M
         for instruction in instructions:
@@ -149,6 +150,8 @@ class Chain:
             self._list(SEVERAL, several, cpu_linear.M, {cpu_linear.OUT: self._whole(i.out)}, {cpu_linear.X: wide})
         elif i.op == NORM:
             weight, eps, offset = i.more
+            weight = weight.detach()
+            self._weights.append(weight)
             block = (ctypes.c_int64 * cpu_norm.NARGS)()
             struct.pack_into("7q2d", block, 0, 0, 0, 0, i.x.width, 0, 0, weight.data_ptr(), eps, offset)
             self._list(NORM, block, cpu_norm.ROWS, {cpu_norm.X: i.x, cpu_norm.OUT: self._whole(i.out)})
@@ -191,6 +194,9 @@ class Chain:
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         inputs = [x.contiguous() for x in inputs]
         m = inputs[0].numel() // self.widths[0]
+        for x, width in zip(inputs, self.widths):
+            if x.dtype is not torch.bfloat16 or x.numel() != m * width:
+                raise ValueError(f"a chain wants bfloat16 [{m}, {width}], not {x.dtype} {list(x.shape)}")
         if m != self._m:
             self._set_rows(m)
         if m:
@@ -212,18 +218,19 @@ class Chain:
     def _set_rows(self, m: int) -> None:
         if m > self._scratch.rows:
             raise ValueError(f"a chain for at most {self._scratch.rows} rows got {m}")
-        self._m = m
+        self._m = -1  # until all of it is done
         for i, (op, block, rows) in enumerate(self._lists):
             block[rows] = m
             idle = m != 1 if op == LINEAR else m == 1 and op in (WIDEN, SEVERAL)
             self._args[LIST + 2 * i] = NOTHING if idle else op
         if m not in self._shown:
             self._shown[m] = [self._show(m, output) for output in self.outputs]
+        self._m = m
 
     def _show(self, m: int, output: Output) -> tuple | torch.Tensor:
         """The output, or how it is seen in the memory of a call."""
         shape = (*output.shape[: output.at], m, *output.shape[output.at + 1 :])
         buffer = -1 - output.rows.source
-        if output.kept:
+        if buffer in self._kept:
             return shape, output.strides, m * self._kept[buffer] + output.rows.offset
         return torch.as_strided(self._buffers[buffer], shape, output.strides, output.rows.offset)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from kvframe.hf.replay.program import Name, Program, Step, names
+from kvframe.hf.replay.program import Name, Program, Step, names, storage
 from kvframe.kernels.cpu_rotary import can_rotate, rotate
 
 ADD = {torch.Tensor.add, torch.add, torch.Tensor.__add__}
@@ -20,10 +20,10 @@ def rotations(program: Program) -> Program:
     made = {step.name: step for step in program.steps}
     used = Counter(name for step in program.steps for name in names((step.args, step.kwargs)))
     used[program.out] += 1
-    gone, steps = set(), []
+    gone, steps, written = set(), [], program.written()
     for step in program.steps:
         found = _rotation(step, made, used, program.samples)
-        if found is not None:
+        if found is not None and not written & {storage(program.samples[name][0]) for name in found[:3]}:
             x, cos, sin, inner = found
             gone |= inner
             step = Step(step.name, rotate, (x, cos, sin), {})

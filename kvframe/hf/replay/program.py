@@ -44,12 +44,13 @@ class Name:
 
 @dataclass
 class Step:
-    """`name = function(*args, **kwargs)`; Names stand in the arguments where values do."""
+    """`name = function(*args, **kwargs)`; Names stand in the arguments where values do. writes: to one of them."""
 
     name: Name
     function: Callable
     args: tuple
     kwargs: dict
+    writes: bool = False
 
 
 @dataclass
@@ -70,10 +71,19 @@ class Program:
     def renamed(self, others: dict[Name, Name]) -> Program:
         """The same with other names of values in arguments."""
         steps = [
-            Step(step.name, step.function, _renamed(step.args, others), _renamed(step.kwargs, others))
-            for step in self.steps
+            replace(step, args=_renamed(step.args, others), kwargs=_renamed(step.kwargs, others)) for step in self.steps
         ]
         return replace(self, steps=steps, out=others.get(self.out, self.out))
+
+    def written(self) -> set[int]:
+        """Storages of the samples that a step wrote to: what they held before is gone."""
+        return {
+            storage(sample)
+            for step in self.steps
+            if step.writes
+            for name in names((step.args, step.kwargs))
+            for sample in self.samples.get(name, ())
+        }
 
     def forget(self) -> Program:
         """The same without what the recordings saw."""
@@ -103,6 +113,11 @@ class Program:
         text, space = self.source(around)
         exec(compile(text, "<replayed forward>", "exec"), space)
         return space["run"]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor shows."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Writer:
@@ -188,7 +203,7 @@ def unified(a: Recording, b: Recording) -> Program:
         args, kwargs = (
             _both(x, y, *origins, one.function) for x, y in ((one.args, other.args), (one.kwargs, other.kwargs))
         )
-        steps.append(Step(Name(f"v{i}"), one.function, args, kwargs))
+        steps.append(Step(Name(f"v{i}"), one.function, args, kwargs, one.writes or other.writes))
         origins[0].made(f"v{i}", one.out)
         origins[1].made(f"v{i}", other.out)
     sizes = [Step(Name("T"), _tokens, (Name("input_ids"),), {})]

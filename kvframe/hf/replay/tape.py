@@ -26,12 +26,13 @@ class CannotReplay(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """`out = function(*args, **kwargs)`, with the tensors that were there."""
+    """`out = function(*args, **kwargs)`, with the tensors that were there; `writes`: to one of them."""
 
     function: Callable
     args: tuple
     kwargs: dict
     out: Any
+    writes: bool
 
 
 class Tape(TorchFunctionMode):
@@ -52,10 +53,11 @@ class Tape(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in SEEN:
             raise CannotReplay(f"the forward looks at values of a tensor ({name})")
+        self._watch.wrote = False
         with self._watch.aside(ours(function)):
             out = function(*args, **kwargs)
         if next(tensors(out), None) or out is None and next(tensors((args, *kwargs.values())), None):  # it may write
-            self.calls.append(Call(function, args, kwargs, out))
+            self.calls.append(Call(function, args, kwargs, out, self._watch.wrote))
         return out
 
 
@@ -71,6 +73,7 @@ class Watch(TorchDispatchMode):
         """kept: addresses of the memory of parameters and buffers, which nothing may write."""
         super().__init__()
         self._kept, self._aside = kept, False
+        self.wrote = False  # something did, since this was set
 
     @contextmanager
     def aside(self, really: bool) -> Iterator[None]:
@@ -89,6 +92,7 @@ class Watch(TorchDispatchMode):
             raise CannotReplay(f"the forward depends on values ({function})")
         out = function(*args, **kwargs)
         if function._schema.is_mutable:
+            self.wrote = True
             for argument, value in zip(function._schema.arguments, args):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 if written and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._kept:
