@@ -29,6 +29,8 @@ def wrapped(name: str, dtype=torch.float32) -> HFModel:
 def both(model: HFModel, tokens: int, wanted: int, start: int = 3):
     """Logits of the replayed forward and of the modules."""
     running = model.running
+    if isinstance(model._run, Replayed):
+        model._run.settle()
     running.cache, running.plan = StandIn(), object()
     given = model._sample_inputs(tokens, wanted, start)
     with torch.inference_mode():
@@ -96,6 +98,7 @@ def test_greedy_tokens_are_those_of_ref():
 def test_long_steps_go_through_the_modules(monkeypatch):
     model = wrapped("llama")
     model.replay()
+    model._run.settle()
     calls = []
     monkeypatch.setattr(model._run, "run", lambda **inputs: calls.append(inputs["input_ids"].shape[1]))
     model.running.cache, model.running.plan = StandIn(), object()
@@ -158,23 +161,30 @@ class Idle:
     cache = plan = None
 
 
+def settled(module, longest):
+    found = replaying.replayed(module, Idle(), sample, longest)
+    if found.settle() == 1:
+        raise CannotReplay(found.why)
+    return found
+
+
 @pytest.mark.parametrize("name", STRANGE)
 def test_what_cannot_be_proved_is_not_replayed(name):
     what, match = STRANGE[name]
     with pytest.raises(CannotReplay, match=match):
-        replaying.replayed(Strange(what).eval(), Idle(), sample, 16)
+        settled(Strange(what).eval(), 16)
 
 
 def test_a_length_that_decides_far_away_is_found_by_the_proof():
     """Both recordings are short, and the longest step is held against the module."""
     far = Strange(lambda module, x: x.cumsum(1) if x.shape[1] > 10 else x).eval()
     with pytest.raises(CannotReplay, match="of 16 tokens gives other logits"):
-        replaying.replayed(far, Idle(), sample, 16)
-    assert replaying.replayed(far, Idle(), sample, 8)
+        settled(far, 16)
+    assert settled(far, 8)
     for where in (lambda x: x.shape[1] == 2, lambda x: x.shape[1] > 10):
         first = Strange(lambda module, x: torch.cat([x[:, :1] * 2, x[:, 1:]], 1) if where(x) else x).eval()  # noqa: B023
         with pytest.raises(CannotReplay, match="gives other logits"):
-            replaying.replayed(first, Idle(), sample, 16)
+            settled(first, 16)
 
 
 def test_harmless_things_are_replayed():
@@ -186,10 +196,23 @@ def test_harmless_things_are_replayed():
         return y.view(x.shape[0], x.shape[1], 2, -1).flatten(2) + torch.arange(2 * x.shape[1])[: x.shape[1], None]
 
     module = Strange(harmless).eval()
-    found = replaying.replayed(module, Idle(), sample, 16)
+    found = settled(module, 16)
     for tokens in (1, 3, 9, 16):
         given = sample(tokens, 1, 2)
         assert torch.equal(found(**given)[0], module(**given)[0])
+
+
+def test_several_tokens_are_proved_when_they_come_again():
+    """And where they are others than one, one token goes on being replayed."""
+    module = Strange(lambda module, x: x.cumsum(1) if x.shape[1] > 7 else x * 2).eval()
+    for longest in (7, 16):
+        found, runs = replaying.replayed(module, Idle(), sample, longest), []
+        found.run = lambda run=found.run, runs=runs, **given: runs.append(given["input_ids"].shape[1]) or run(**given)
+        for tokens in (1, 4, 4, 4, 1, 4, 5, 1):
+            given = sample(tokens, 1, 2)
+            assert torch.equal(found(**given)[0], module(**given)[0])
+        assert runs == ([1, 1, 4, 5, 1] if longest == 7 else [1, 1, 1])
+        assert (found.why is None) == (longest == 7)
 
 
 def test_modules_with_hooks_are_left_alone():
@@ -317,6 +340,7 @@ def test_attention_that_answers_something_else_is_an_error():
         def attend(self, layer, q, k, v, plan):
             return super().attend(layer, q, k, v, plan).float()
 
+    model._run.settle()
     model.running.cache, model.running.plan = Wide(), object()
     with torch.inference_mode(), pytest.raises(ValueError, match="a chain wants bfloat16"):
         model._run(**model._sample_inputs(4, 1, 0))
@@ -334,6 +358,7 @@ def test_what_attention_got_is_its_own():
             kept.append([(x, x.clone()) for x in (q, k, v)])
             return super().attend(layer, q, k, v, plan)
 
+    model._run.settle()
     model.running.cache, model.running.plan = Keeping(), object()
     with torch.inference_mode():
         for start in (1, 5, 9):

@@ -172,6 +172,8 @@ class HFModel:
                 raise CannotReplay("the model is not told its positions")
             longest = ROWS if self.device == "cpu" else LONGEST
             self._run = replayed(self.module, self.running, self._sample_inputs, longest)
+            if self.device != "cpu":  # a proof must not fall into the capture of a graph
+                self._run.settle()
             self._seen = self._look(whole=True)
         except CannotReplay as error:
             self._why = str(error)

@@ -20,7 +20,8 @@ from kvframe.hf.replay.tape import CannotReplay, ours, recording
 log = logging.getLogger(__name__)
 
 RECORDED = ((3, 2), (5, 3))  # (T, K) of the two recordings
-PROVED = (1, 2)  # tokens of forwards that are held against the model's, all logits, beside the longest one
+SEVERAL = 2  # tokens that are proved beside the longest step
+TIMES = 4  # a step of several tokens that comes so often is worth the proof
 NEAR = 2**-5  # of the largest logit: chains may round a sigmoid to the other side
 START = 11  # first position of the tokens
 
@@ -29,22 +30,49 @@ class Replayed:
     """A model's forward: the program where it fits, the module itself otherwise.
 
     Called as the module is, with the arguments of the recording (`input_ids [1, T]`, ...); answers
-    `(logits [1, K, V],)`, or what the module answers, whose first part that is.
+    `(logits [1, K, V],)`, or what the module answers, whose first part that is. Steps of one token are proved from the
+    beginning; those of several when they come for the fourth time, or by `settle`.
 
     Args:
         longest: tokens of a step, and logits, up to which the program is used.
+        proof: of steps of several tokens; raises CannotReplay.
+
+    Attributes:
+        why: steps of several tokens are left to the module for this reason.
     """
 
-    def __init__(self, module: torch.nn.Module, program: Program, longest: int):
-        self.module, self.program, self.longest = module, program, longest
-        self.run, self._inputs = program.compiled(), set(program.inputs)
+    def __init__(
+        self, module: torch.nn.Module, program: Program, longest: int, proof: Callable[[Replayed], None] | None = None
+    ):
+        self.module, self.longest, self._proof, self._several = module, longest, proof, 0
+        self.why: str | None = None
+        self.use(program)
+
+    def use(self, program: Program) -> None:
+        self.program, self.run, self._inputs = program, program.compiled(), set(program.inputs)
 
     def __call__(self, *, use_cache: bool = False, **inputs: Any):
-        keep = inputs.get("logits_to_keep")
-        many = inputs["input_ids"].shape[1] > self.longest or keep is not None and len(keep) > self.longest
-        if many or inputs.keys() != self._inputs:
+        tokens, keep = inputs["input_ids"].shape[1], inputs.get("logits_to_keep")
+        many = tokens > self.longest or keep is not None and len(keep) > self.longest
+        if many or inputs.keys() != self._inputs or tokens > 1 and self._proof is not None and not self._worth():
             return self.module(use_cache=use_cache, **inputs)
         return (self.run(**inputs),)
+
+    def _worth(self) -> bool:
+        """Is the program used for steps of several tokens, now that one more came?"""
+        self._several += 1
+        return self._several >= TIMES and self.settle() > 1
+
+    def settle(self) -> int:
+        """Proves steps of several tokens, if that was not done; answers the longest that is replayed."""
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            try:
+                proof(self)
+            except CannotReplay as error:
+                self.why, self.longest = str(error), 1
+                log.warning("steps of several tokens are not replayed: %s", error)
+        return self.longest
 
 
 class StandIn:
@@ -117,26 +145,29 @@ def _replayed(module, running, inputs, longest: int) -> Replayed:
     with torch.inference_mode(), _standing_in(running), _poisoned():
         first, second = (_record(module, inputs(*size, START), size, size is RECORDED[0]) for size in RECORDED)
         plain = rotations(unified(first, second))
-        sizes = (*PROVED, longest)
-        given = [inputs(tokens, tokens, START + number) for number, tokens in enumerate(sizes)]
-        proof = [(some, module(**some)[0]) for some in given]
-        found = Replayed(module, plain.forget(), longest)
-        _prove(found, proof, torch.equal)
         program = chained(plain, longest)
-        if program is plain:
-            return found
-        try:
-            better = Replayed(module, program.forget(), longest)
-            _prove(better, proof, _near)
-            return better
-        except CannotReplay as error:
-            log.warning("the forward is replayed without chains: %s", error)
-            return found
+    program, plain = None if program is plain else program.forget(), plain.forget()
+
+    def proof(found: Replayed, sizes: tuple[int, ...] = (SEVERAL, longest)) -> None:
+        with torch.inference_mode(), _standing_in(running), _poisoned():
+            given = [inputs(tokens, tokens, START + tokens) for tokens in sizes]
+            held = [(some, module(**some)[0]) for some in given]
+            _prove(plain.compiled(), held, torch.equal)
+            try:
+                if program is not None:
+                    _prove(program.compiled(), held, _near)
+            except CannotReplay as error:
+                log.warning("the forward is replayed without chains: %s", error)
+                found.use(plain)
+
+    found = Replayed(module, plain if program is None else program, longest, proof)
+    proof(found, (1,))
+    return found
 
 
-def _prove(found: Replayed, proof: list, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
-    for given, wanted in proof:
-        if not same(found(**given)[0], wanted):
+def _prove(run: Callable[..., torch.Tensor], held: list, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+    for given, wanted in held:
+        if not same(run(**{name: x for name, x in given.items() if isinstance(x, torch.Tensor)}), wanted):
             raise CannotReplay(f"a replayed forward of {given['input_ids'].shape[1]} tokens gives other logits")
 
 
