@@ -207,7 +207,7 @@ class HFModel:
 
     @torch.inference_mode()
     def _step(self, ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:
-        if self._replays and self._changed(plan):
+        if self._replays and self._changed(len(ids) > len(keep)):
             log.info("%s has changed: what was derived from it is made again", self.name)
             self.weights_changed()
         self.running.plan = plan
@@ -222,11 +222,11 @@ class HFModel:
         moved = weight.data_ptr(), weight.dtype, weight.device
         return (*moved, hooks(self.module), *map(id, self.module.modules())) if whole else moved
 
-    def _changed(self, plan: StepPlan) -> bool:
-        """Looked at closely where it costs little, in steps with a prompt."""
+    def _changed(self, prompt: bool) -> bool:
+        """Is the module another one than was recorded? Looked at closely where that costs little: in a prompt."""
         if self._run is self.module:
             return False
-        seen = self._look(whole=plan.max_query > 1)
+        seen = self._look(whole=prompt)
         return seen != self._seen[: len(seen)]
 
     def flat_logits(
