@@ -100,26 +100,13 @@ def light(module: nn.Module) -> Iterator[None]:
             continue
         layer = part.weight.detach(), None if part.bias is None else part.bias.detach()
         if packed_dtype(part.weight.dtype) is not part.weight.dtype and FewRows.can([layer]):
-            part.forward = Light(part, FewRows([layer]))
+            Product([part], ByRows(FewRows([layer]), part.forward))
             changed.append(part)
     try:
         yield
     finally:
         for part in changed:
-            if isinstance(vars(part).get("forward"), Light):
-                del part.forward
-
-
-class Light:
-    """The forward of a linear layer inside `light`."""
-
-    def __init__(self, part: nn.Linear, few: FewRows):
-        self.part, self.few = part, few
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is torch.bfloat16 and x.numel() <= ROWS * self.few.inputs:
-            return self.few(x)
-        return F.linear(x, self.part.weight, self.part.bias)
+            del part.forward
 
 
 class ByRows:
@@ -163,4 +150,3 @@ def unpack(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__dict__.pop("forward", None)
-

@@ -154,8 +154,8 @@ def _replayed(module, running, inputs, longest: int) -> Replayed:
             held = [(some, module(**some)[0]) for some in given]
             _prove(plain.compiled(), held, torch.equal)
             try:
-                if program is not None:
-                    _prove(program.compiled(), held, _near)
+                if found.program is not plain:
+                    _prove(found.run, held, _near)
             except CannotReplay as error:
                 log.warning("the forward is replayed without chains: %s", error)
                 found.use(plain)
