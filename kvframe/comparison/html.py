@@ -58,6 +58,8 @@ def headline(results: dict) -> list[str]:
             value = written(key, found[0][key], results)
             names = " and ".join(row["cache"] for row in found)
             told.append(sentence.format(f"{names} {'was' if len(found) == 1 else 'were'}", value))
+        elif key == "output_tokens_per_s" and len(rows) > 1:
+            told.append("The runs do not tell which was the fastest: the ranges of output tokens per second overlap.")
     beaten = [row["cache"] for row in rows if row["pareto"]]
     if beaten:
         told.append(f"On the Pareto front of KV peak, throughput and KL: {', '.join(beaten)}.")
