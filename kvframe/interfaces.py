@@ -331,9 +331,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def unsupported(
-        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str, block_size: int
     ) -> list[str]:
-        """Reasons why this kernel cannot serve a layer with these K and V codecs; empty when it can."""
+        """Reasons why this kernel cannot serve a layer with these K and V codecs, in blocks of `block_size` slots;
+        empty when it can."""
 
     def warm(self, device: str, dtype: str, codec: Codec | None = None) -> None:
         """Loads or compiles what a model of this dtype will need on this device ("auto": the fastest there is).

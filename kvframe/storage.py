@@ -93,7 +93,7 @@ class Storage:
             owner = context.layers[_owner(spec)]
             codecs = codec.for_layer(owner, "k"), codec.for_layer(owner, "v")
             rule = retention.for_layer(spec)
-            kernel, why = choose(context.kernels, spec, codecs, rule, context.device)
+            kernel, why = choose(context.kernels, spec, codecs, rule, context.device, block_size)
             if kernel is None:
                 for reason in why:
                     reasons.setdefault(reason, []).append(spec.index)
@@ -213,11 +213,11 @@ class Storage:
                 tail.plane[row, length % tail.plane.shape[1] :] = float("nan")
 
 
-def choose(kernels, spec, codecs, retention, device) -> tuple[Kernel | None, list[str]]:
+def choose(kernels, spec, codecs, retention, device, block_size) -> tuple[Kernel | None, list[str]]:
     """The first kernel that can serve the layer, and why the ones before it cannot."""
     why: list[str] = []
     for kernel in kernels:
-        reasons = kernel.unsupported(spec, codecs, retention, device)
+        reasons = kernel.unsupported(spec, codecs, retention, device, block_size)
         if has_sink_queries(retention) and not kernel.sink_queries:
             reasons = [*reasons, "it takes no second query for the sinks (cache.retention.positions=absolute)"]
         if any(codec.group > 1 for codec in codecs) and not kernel.sealing:

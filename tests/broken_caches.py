@@ -138,7 +138,7 @@ class LooksAtTheBatch(ReferenceKernel):
 
 
 class Shrugs(ReferenceKernel):
-    def unsupported(self, layer, codecs, retention, device):
+    def unsupported(self, layer, codecs, retention, device, block_size):
         return None if layer.softcap else []
 
 

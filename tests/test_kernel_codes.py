@@ -88,7 +88,8 @@ def bits(planes: dict) -> list[bytes]:
 def agree(step: Step, limit=1e-5) -> torch.Tensor:
     """Runs both kernels: the same codes bit by bit, and the same attention; the reference in fp32."""
     kernel, storage = CpuKernel(), step.storage
-    assert not kernel.unsupported(storage.spec, (storage.codec_k, storage.codec_v), storage.retention, "cpu")
+    codecs = storage.codec_k, storage.codec_v
+    assert not kernel.unsupported(storage.spec, codecs, storage.retention, "cpu", storage.block_size)
     copy = replace(storage, **{kind: {n: p.clone() for n, p in getattr(storage, kind).items()} for kind in "kv"})
     kernel.store(step.k, step.v, storage, step.plan)
     ReferenceKernel().store(step.k, step.v, copy, step.plan)
@@ -155,7 +156,7 @@ def test_tiles_of_a_prefill(monkeypatch, name):
 
 
 def test_what_is_not_read():
-    reasons = lambda codec: CpuKernel().unsupported(make_spec(), (codec, codec), Band(), "cpu")
+    reasons = lambda codec: CpuKernel().unsupported(make_spec(), (codec, codec), Band(), "cpu", 16)
     for codec in (Int8(symmetric=False), Int8(group_size=8)):
         assert len(reasons(codec)) == 2 and "payload * scale" in reasons(codec)[0]
     odd = Int8()

@@ -33,7 +33,7 @@ def attend(kernel, step: Step) -> torch.Tensor:
 def agree(step: Step) -> torch.Tensor:
     """Runs both kernels; the reference in fp32 on the same stored numbers."""
     kernel = CpuKernel()
-    assert not kernel.unsupported(step.storage.spec, (NoCodec(), NoCodec()), step.storage.retention, "cpu")
+    assert not kernel.unsupported(step.storage.spec, (NoCodec(), NoCodec()), step.storage.retention, "cpu", 16)
     copy = replace(step.storage, k={n: p.clone() for n, p in step.storage.k.items()},
                    v={n: p.clone() for n, p in step.storage.v.items()})  # fmt: skip
     got = attend(kernel, step)
@@ -179,7 +179,7 @@ def test_large_scores():
 
 def test_unsupported():
     kernel, codecs = CpuKernel(), (NoCodec(), NoCodec())
-    assert kernel.unsupported(make_spec(), codecs, ModelRetention(), "cpu") == []
+    assert kernel.unsupported(make_spec(), codecs, ModelRetention(), "cpu", 16) == []
     masked, coded = Band(kernel_mask=False), NoCodec()
     coded.plain = False
     for layer, pair, rule, device, word in (
@@ -189,5 +189,5 @@ def test_unsupported():
         (make_spec(dtype="float16"), codecs, Band(), "cpu", "float16"),
         (make_spec(k_dim=12), codecs, Band(), "cpu", "12"),
     ):
-        (reason,) = kernel.unsupported(layer, pair, rule, device)
+        (reason,) = kernel.unsupported(layer, pair, rule, device, 16)
         assert word in reason

@@ -223,7 +223,7 @@ def test_a_kernel_that_cannot_is_not_asked():
     assert not Kernel.sealing and not CpuKernel.sealing
     layers = some_layers((None,), ())
     assert CpuKernel().unsupported(
-        layers[0], (Int4(), Int4().for_layer(layers[0], "v")), control(PAGED).rules[0], "cpu"
+        layers[0], (Int4(), Int4().for_layer(layers[0], "v")), control(PAGED).rules[0], "cpu", 16
     )
     cache = with_storage([*PAGED, *INT4], layers, kernels=(CpuKernel(), ReferenceKernel()))
     assert cache.storage.layers[0].kernel.name == "reference"

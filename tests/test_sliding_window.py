@@ -281,8 +281,8 @@ def test_positions_are_the_same_until_something_is_forgotten(kernel):
 def test_a_kernel_without_second_queries_is_passed_over():
     kernel, codecs = ReferenceKernel(), (NoCodec(), NoCodec())
     kernel.sink_queries = False
-    assert choose((kernel,), spec(), codecs, SlidingWindow(8, 2), "cpu") == (kernel, [])
-    found, why = choose((kernel,), spec(), codecs, SlidingWindow(8, 2, "cache"), "cpu")
+    assert choose((kernel,), spec(), codecs, SlidingWindow(8, 2), "cpu", 16) == (kernel, [])
+    found, why = choose((kernel,), spec(), codecs, SlidingWindow(8, 2, "cache"), "cpu", 16)
     assert found is None and "second query" in why[0] and "cache.retention.positions=absolute" in why[0]
 
 

@@ -37,7 +37,7 @@ def test_serves(device):
     for dtype in ("float32", "bfloat16", "float16"):
         for codecs in (PLAIN, (Int8(), Fp8()), (NoCodec(), Fp8("e5m2")), (Int8(scale_dtype="float16"), Int8())):
             spec = make_spec(8, 2, 192, 128, dtype=dtype, softcap=30.0, sinks=True)
-            assert TritonKernel().unsupported(spec, codecs, Band(24, 5), "cuda:0") == []
+            assert TritonKernel().unsupported(spec, codecs, Band(24, 5), "cuda:0", 16) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_serves(device):
     ],
 )
 def test_does_not_serve(device, more, codecs, rule, word):
-    (reason,) = TritonKernel().unsupported(make_spec(**more), codecs, rule, "cuda:0")
+    (reason,) = TritonKernel().unsupported(make_spec(**more), codecs, rule, "cuda:0", 16)
     assert word in reason
 
 
@@ -72,7 +72,8 @@ def test_devices(monkeypatch):
 
 def test_not_installed(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    assert any("pip install" in reason for reason in TritonKernel().unsupported(make_spec(), PLAIN, Band(), "cuda:0"))
+    reasons = TritonKernel().unsupported(make_spec(), PLAIN, Band(), "cuda:0", 16)
+    assert any("pip install" in reason for reason in reasons)
 
 
 def test_is_offered_first_and_does_not_import_triton():

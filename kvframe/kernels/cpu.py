@@ -47,7 +47,7 @@ class CpuKernel(Kernel):
         self._buffers: dict[str, np.ndarray] = {}
 
     def unsupported(
-        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str, block_size: int
     ) -> list[str]:
         reasons = []
         if torch.device(device).type != "cpu":

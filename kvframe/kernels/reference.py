@@ -30,7 +30,7 @@ class ReferenceKernel(Kernel):
     sealing = True
 
     def unsupported(
-        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str, block_size: int
     ) -> list[str]:
         return []
 

@@ -74,7 +74,8 @@ def on_host(planes: dict) -> dict:
 def agree(step: Step) -> torch.Tensor:
     """The same codes bit by bit, and the attention of the reference in fp32."""
     kernel, storage = TritonKernel(), step.storage
-    assert not kernel.unsupported(storage.spec, (storage.codec_k, storage.codec_v), storage.retention, DEVICE)
+    codecs = storage.codec_k, storage.codec_v
+    assert not kernel.unsupported(storage.spec, codecs, storage.retention, DEVICE, storage.block_size)
     other = step.copy()
     got = step.run(kernel)
     ReferenceKernel().store(other.k, other.v, other.storage, other.plan)

@@ -37,7 +37,7 @@ class TritonKernel(Kernel):
         self._plain = ReferenceKernel()
 
     def unsupported(
-        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str
+        self, layer: LayerSpec, codecs: tuple[Codec, Codec], retention: Retention, device: str, block_size: int
     ) -> list[str]:
         reasons = []
         if importlib.util.find_spec("triton") is None:

@@ -38,6 +38,7 @@ class KernelContract(KernelSteps):
     Attributes:
         device: where it runs.
         bitwise: decode steps of a request are bit by bit the same alone and in a batch; False: within 1e-6.
+        sizes: of blocks to try; most steps have the first one.
     """
 
     bitwise = False
@@ -58,10 +59,11 @@ class KernelContract(KernelSteps):
                 for name, rule in RULES.items():
                     for device in {self.device, *odd}:
                         with example(layer=spec, codecs=[type(c).__name__ for c in codecs], rule=name, device=device):
-                            found = kernel.unsupported(spec, codecs, rule, device)
+                            found = kernel.unsupported(spec, codecs, rule, device, self.sizes[0])
                             assert isinstance(found, list), f"it answered a {type(found).__name__}"
                             assert all(isinstance(reason, str) and reason for reason in found), f"it answered {found}"
-                            assert found == kernel.unsupported(spec, codecs, rule, device), "another answer"
+                            again = kernel.unsupported(spec, codecs, rule, device, self.sizes[0])
+                            assert found == again, "another answer"
         assert isinstance(kernel.name, str) and kernel.name, f"its name is {kernel.name!r}"
 
     @promise("warm says nothing about what cannot work, and leaves a kernel that works")
@@ -81,7 +83,7 @@ class KernelContract(KernelSteps):
         for dtype in NEAR:
             for codecs in self.codecs().values():
                 for rule in RULES.values():
-                    why += self.reasons(kernel, make_spec(4, 2, dtype=dtype), codecs, rule) or [""]
+                    why += self.reasons(kernel, make_spec(4, 2, dtype=dtype), codecs, rule, self.sizes[0]) or [""]
         assert "" in why, f"on {self.device} it says: {'; '.join(dict.fromkeys(why))}"
 
     # -- attention -------------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ class KernelContract(KernelSteps):
     def test_edges_of_blocks(self):
         kernel, tried = self.make(), 0
         dtype, codecs = self.first(kernel)
-        for size in (4, 16):
+        for size in self.sizes[:2]:
             for rule in ("full", "window and sinks"):
                 for length in (1, size - 1, size, size + 1, 2 * size, 2 * size + 1):
                     for chunk in dict.fromkeys((1, min(2, length), length)):
@@ -107,7 +109,9 @@ class KernelContract(KernelSteps):
                 for dtype in NEAR:
                     turn += 1
                     spec = make_spec(*HEADS[turn % 3], dtype=dtype)
-                    step = self.step(kernel, spec, MIXED, (16, 1, 64)[turn // 3 % 3], RULES[rule], codecs, turn)
+                    step = self.step(
+                        kernel, spec, MIXED, self.sizes[turn // 3 % len(self.sizes)], RULES[rule], codecs, turn
+                    )
                     tried += self.agrees(kernel, step, rule=rule, codecs=name)
         self.tried(tried)
 
@@ -120,7 +124,7 @@ class KernelContract(KernelSteps):
                 for extra in extras[turn % 2 :: 2]:
                     turn += 1
                     spec = make_spec(*(*HEADS, (5, 1), (7, 1))[turn % 5], *dims, **extra)
-                    step = self.step(kernel, spec, requests, 16, RULES["window and sinks"], codecs, turn)
+                    step = self.step(kernel, spec, requests, self.sizes[0], RULES["window and sinks"], codecs, turn)
                     tried += self.agrees(kernel, step, codecs=name, extra=extra)
         self.tried(tried)
 
@@ -128,7 +132,7 @@ class KernelContract(KernelSteps):
     def test_second_query(self):
         kernel, tried = self.make(), 0
         for name, codecs in self.codecs().items():
-            step = self.step(kernel, make_spec(6, 2), MIXED, 16, Turned(24, 5), codecs)
+            step = self.step(kernel, make_spec(6, 2), MIXED, self.sizes[0], Turned(24, 5), codecs)
             if step is not None:
                 positions = step.plan.host.positions
                 own = torch.from_numpy(step.storage.retention.sink_position(positions) == positions).to(self.device)
@@ -145,7 +149,9 @@ class KernelContract(KernelSteps):
         kernel = self.make()
         for name, codecs in self.codecs().items():
             for dtype in NEAR:
-                step = self.step(kernel, make_spec(4, 2, dtype=dtype), [(1, 1), (40, 1), (33, 20)], 16, None, codecs)
+                step = self.step(
+                    kernel, make_spec(4, 2, dtype=dtype), [(1, 1), (40, 1), (33, 20)], self.sizes[0], None, codecs
+                )
                 if step is None:
                     continue
                 before, slots = step.copy().storage, step.plan.groups[0].slots
@@ -164,11 +170,13 @@ class KernelContract(KernelSteps):
         spec, requests = make_spec(4, 2), [(17, 1), (40, 20), (50, 1)]
         for name, codecs in self.codecs().items():
             for rule in RULES:
-                step = self.step(kernel, spec, requests, 16, RULES[rule], codecs)
+                step = self.step(kernel, spec, requests, self.sizes[0], RULES[rule], codecs)
                 if step is None:
                     continue
-                zeros = make_step(spec, requests, 16, RULES[rule], codecs=codecs, device=self.device, clean=True)
-                with example(rule=rule, codecs=name, block_size=16, requests=requests):
+                zeros = make_step(
+                    spec, requests, self.sizes[0], RULES[rule], codecs=codecs, device=self.device, clean=True
+                )
+                with example(rule=rule, codecs=name, block_size=self.sizes[0], requests=requests):
                     poisoned = step.run(kernel)
                     assert bool(poisoned.isfinite().all()), "an answer is no number"
                     off = float((poisoned.double() - zeros.run(kernel).double()).abs().max())
@@ -179,7 +187,7 @@ class KernelContract(KernelSteps):
         kernel = self.make()
         codecs = self.first(kernel)[1]
         for dtype in NEAR:
-            step = self.step(kernel, make_spec(6, 2, dtype=dtype), MIXED, 16, codecs=codecs)
+            step = self.step(kernel, make_spec(6, 2, dtype=dtype), MIXED, self.sizes[0], codecs=codecs)
             if step is None:
                 continue
             given = [x.clone() for x in (step.q, step.k, step.v)]
@@ -202,13 +210,18 @@ class KernelContract(KernelSteps):
         for name, codecs in self.codecs().items():
             for dtype in NEAR:
                 spec, at = make_spec(9, 3, dtype=dtype), 0
-                step = self.step(kernel, spec, MIXED, 16, RULES["window and sinks"], codecs)
+                step = self.step(kernel, spec, MIXED, self.sizes[0], RULES["window and sinks"], codecs)
                 if step is None:
                     continue
                 batch = step.run(kernel)
                 for length, chunk in MIXED:
                     alone = make_step(
-                        spec, [(length, chunk)], 16, RULES["window and sinks"], codecs=codecs, device=self.device
+                        spec,
+                        [(length, chunk)],
+                        self.sizes[0],
+                        RULES["window and sinks"],
+                        codecs=codecs,
+                        device=self.device,
                     ).run(kernel)
                     with example(codecs=name, dtype=dtype, request=f"{length} tokens, the last {chunk} of them new"):
                         mine = batch[at : at + chunk]
@@ -225,7 +238,7 @@ class KernelContract(KernelSteps):
         dtype, codecs = self.first(kernel)
         for i, rule in enumerate(RULES.values()):
             spec = make_spec(4, 2, dtype=dtype)
-            steps.append(self.step(kernel, spec, [(60 + i, 1), (50, 20)], 16, rule, codecs, seed=i))
+            steps.append(self.step(kernel, spec, [(60 + i, 1), (50, 20)], self.sizes[0], rule, codecs, seed=i))
         steps = [step for step in steps if step is not None]
         first = [step.run(kernel) for step in steps]
         for step, want in zip(reversed(steps), reversed(first)):
@@ -237,7 +250,9 @@ class KernelContract(KernelSteps):
         for name, codecs in self.codecs().items():
             for rule in RULES:
                 first, other = (
-                    self.step(kernel, make_spec(4, 2), [(n, 1) for n in order], 16, RULES[rule], codecs, seed)
+                    self.step(
+                        kernel, make_spec(4, 2), [(n, 1) for n in order], self.sizes[0], RULES[rule], codecs, seed
+                    )
                     for seed, order in enumerate((lengths, lengths[::-1]))
                 )
                 if first is not None and kernel.graphs(first.storage):
@@ -252,7 +267,7 @@ class KernelContract(KernelSteps):
         kernel, layers, tried = self.make(), some_layers((None, 10), (0,), dims=(8, 8)), 0
         codecs = [*(pair[0] for pair in self.codecs().values()), *([Sealed(4)] if kernel.sealing else [])]
         for codec in {type(codec): codec for codec in codecs}.values():
-            if self.device != "cpu" or any(self.reasons(kernel, x, (codec, codec), Band(x.window)) for x in layers):
+            if self.device != "cpu" or any(self.reasons(kernel, x, (codec, codec), Band(x.window), 4) for x in layers):
                 continue
             cache = cache_of(layers, {"kernels": (kernel,)}, layout=Blocks(4), index=TrieIndex(), codec=codec)
             with example(codec=type(codec).__name__):

@@ -32,23 +32,31 @@ class KernelSteps(Contract):
     """Part of KernelContract, which says what `device` is."""
 
     device = "cpu"
+    sizes = (16, 4, 1, 64)
 
     def codecs(self) -> dict[str, tuple[Codec, Codec]]:
         """Codecs of keys and values to try; overwrite it to try others. None of them may seal."""
         eight, plain = Eights(), Verbatim()
         return {"verbatim": (plain, plain), "8 bits": (eight, eight), "8 bits for values": (plain, eight)}
 
-    def reasons(self, kernel: Kernel, spec, codecs, rule: Retention) -> list[str]:
-        found = kernel.unsupported(spec, codecs, rule, self.device)
+    def reasons(self, kernel: Kernel, spec, codecs, rule: Retention, size: int) -> list[str]:
+        found = kernel.unsupported(spec, codecs, rule, self.device, size)
         second = rule.sink_position(np.zeros(1, np.int64)) is not None and not kernel.sink_queries
         return [*found, "no second query"] if second else found
 
     def step(
-        self, kernel: Kernel, spec, requests, size=16, rule: Retention | None = None, codecs=None, seed=0
+        self,
+        kernel: Kernel,
+        spec,
+        requests,
+        size: int | None = None,
+        rule: Retention | None = None,
+        codecs=None,
+        seed=0,
     ) -> Step | None:
         """A step that the kernel serves, or None."""
-        rule, codecs = rule or Band(), codecs or (Verbatim(), Verbatim())
-        if self.reasons(kernel, spec, codecs, rule):
+        size, rule, codecs = size or self.sizes[0], rule or Band(), codecs or (Verbatim(), Verbatim())
+        if self.reasons(kernel, spec, codecs, rule, size):
             return None
         return make_step(spec, requests, size, rule, seed, codecs=codecs, device=self.device)
 
@@ -56,7 +64,7 @@ class KernelSteps(Contract):
         """A dtype and codecs that the kernel serves under a plain mask; skips when there is none."""
         for dtype in NEAR:
             for codecs in self.codecs().values():
-                if not self.reasons(kernel, make_spec(6, 2, dtype=dtype), codecs, Band()):
+                if not self.reasons(kernel, make_spec(6, 2, dtype=dtype), codecs, Band(), self.sizes[0]):
                     return dtype, codecs
         pytest.skip("it serves no plain mask")
 
