@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvframe import API as API  # version of these interfaces
-from kvframe.types import CacheStats, IndexNode, LayerSpec, Match, PlaneSpec, StepPlan
+from kvframe.types import CacheStats, IndexNode, LayerSpec, Match, PlaneSpec, Ranged, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -277,6 +277,8 @@ class Codec(Part):
             `fixed`), and each code is the one nearest to `x / scale` in [-peak, peak], ties to even. NaN gets the NaN
             of the table, and where there is none makes the scale NaN. None: only `encode` knows.
         plain: the only plane is `payload`, it is the vector itself in the model's dtype.
+        ranged: a number is `zero + scale * code`, and a fused kernel may write and read it so (see Ranged). None: only
+            `encode` and `decode` know.
     """
 
     group: int = 1
@@ -284,6 +286,7 @@ class Codec(Part):
     fixed: float | None = None
     peak: float | None = None
     plain: bool = False
+    ranged: Ranged | None = None
 
     def for_layer(self, layer: LayerSpec, kind: str) -> Codec:
         """The codec of one layer and kind ("k" or "v"); mixed-precision codecs answer another codec here. There is an

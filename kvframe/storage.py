@@ -123,11 +123,8 @@ class Storage:
 
     @property
     def graphs(self) -> bool:
-        """No layer needs the host in a decode step: no open groups, no second queries, and kernels that say so."""
-        return all(
-            layer.kernel.graphs(layer) and layer.tail_k is None and layer.tail_v is None and not layer.sink_queries
-            for layer in self.layers
-        )
+        """No layer needs the host in a decode step: no second queries, and kernels that say so."""
+        return all(layer.kernel.graphs(layer) and not layer.sink_queries for layer in self.layers)
 
     def run_copies(self, copies) -> None:
         """Copies the first n slots of a block into another one, in every plane of the group's layers; of a codec that

@@ -99,6 +99,33 @@ class PlaneSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranged:
+    """Numbers as steps of a range, `zero + scale * code` (asymmetric quantization): what a codec promises by
+    `Codec.ranged`, so that a fused kernel may write and read its planes.
+
+        most   = the least of the largest number of the dtype of scales, and 2 ** 126
+        zero   = the least x of those that share it, within +-most, rounded down to the dtype
+        scale  = (the largest x, within +-most, - zero) / (2 ** bits - 1), rounded up to the dtype
+        code   = (x within +-2 ** 126, - zero) / max(scale, 2 ** -126), to the nearest integer, ties to even,
+                 and to 0 .. 2 ** bits - 1
+
+    in float32, after each operation. A NaN makes scale and zero NaN, and all codes that share them 0. float16 gets what
+    is beyond its range as +-65504.
+
+    Planes: `payload [D * bits / 8]`, uint8, per token: the first number of a byte in its lowest bits; `scale` and
+    `zero` of one dtype, `[D]` per group of tokens where `span` is 0, else `[ceil(D / span)]` per token.
+
+    Attributes:
+        bits: of a code: 2, 4 or 8.
+        span: neighbouring numbers of a vector that share a scale, the last ones may be fewer; 0: the same number of
+            all tokens of a group shares one.
+    """
+
+    bits: int
+    span: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """What a prefix index found for a request.
 

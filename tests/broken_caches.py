@@ -137,6 +137,27 @@ class LooksAtTheBatch(ReferenceKernel):
         return super().attend(q, storage, plan, sink_q) * (1 + 1e-4 * (len(plan.host.rows) - 1))
 
 
+class LosesOpenGroups(ReferenceKernel):
+    """Of steps in which every request gets one token."""
+
+    def attend(self, q, storage, plan, sink_q=None):
+        for tail in (storage.tail_k, storage.tail_v):
+            if tail is not None and tail.raw is None:
+                tail.plane[:, :-1] = 0
+        return super().attend(q, storage, plan, sink_q)
+
+
+class SealsTooLate(ReferenceKernel):
+    """The last group of a request stays open when it is full."""
+
+    def store(self, k, v, storage, plan):
+        before = [plane.clone() for plane in (*storage.k.values(), *storage.v.values())]
+        super().store(k, v, storage, plan)
+        if storage.tail_k is not None and plan.max_query > 1:
+            for plane, old in zip((*storage.k.values(), *storage.v.values()), before):
+                plane[-1] = old[-1]
+
+
 class Shrugs(ReferenceKernel):
     def unsupported(self, layer, codecs, retention, device, block_size):
         return None if layer.softcap else []

@@ -87,6 +87,8 @@ MUTATIONS = [
     Mutation(KernelContract, worse.SpillsOver, "touches no other slot", "store"),
     Mutation(KernelContract, worse.LooksAtTheBatch, "does not depend on its neighbours", "neighbours"),
     Mutation(KernelContract, worse.RemembersThePlan, "where another step may lie the next time", "graphs"),
+    Mutation(KernelContract, worse.LosesOpenGroups, "a query sees its own group in full precision", "groups"),
+    Mutation(KernelContract, worse.SealsTooLate, "groups that a step fills are sealed", "store_groups"),
     Mutation(KernelContract, worse.Shrugs, "unsupported answers a list of reasons", "unsupported"),
     Mutation(KVCacheContract, worse.FreesTwice, "check() holds after every call", "walks"),
     Mutation(KVCacheContract, worse.DictTakesWhatThereIs, "grow answers False only when nothing changed", "full"),

@@ -20,6 +20,7 @@ from kvframe.kernels.triton import kernel as module
 from kvframe.kernels.triton.kernel import TritonKernel
 from kvframe.kernels.triton.layer import Layer, padded
 from kvframe.kernels.triton.work import work
+from kvframe.testing.codecs import Sealed
 from kvframe.testing.parts import Band
 from kvframe.testing.steps import make_spec, make_step
 
@@ -35,7 +36,13 @@ def device(monkeypatch):
 
 def test_serves(device):
     for dtype in ("float32", "bfloat16", "float16"):
-        for codecs in (PLAIN, (Int8(), Fp8()), (NoCodec(), Fp8("e5m2")), (Int8(scale_dtype="float16"), Int8())):
+        for codecs in (
+            PLAIN,
+            (Int4(), Int4().for_layer(None, "v")),
+            (Int8(), Fp8()),
+            (NoCodec(), Fp8("e5m2")),
+            (Int8(scale_dtype="float16"), Int8()),
+        ):
             spec = make_spec(8, 2, 192, 128, dtype=dtype, softcap=30.0, sinks=True)
             assert TritonKernel().unsupported(spec, codecs, Band(24, 5), "cuda:0", 16) == []
 
@@ -46,7 +53,7 @@ def test_serves(device):
         ({"dtype": "float64"}, PLAIN, Band(), "float64"),
         ({"k_dim": 576}, PLAIN, Band(), "576"),
         ({}, PLAIN, Band(kernel_mask=False), "mask"),
-        ({}, (Int4(), NoCodec()), Band(), "seals groups of tokens (keys: Int4)"),
+        ({}, (Sealed(), NoCodec()), Band(), "as a range of steps only (Codec.ranged)"),
         ({}, (NoCodec(), Int8(symmetric=False)), Band(), "something else (values: Int8)"),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from kvframe.interfaces import Codec, Retention
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.storage import POISON, LayerStorage
+from kvframe.tails import Tail, by_group, group_slots
 from kvframe.testing.definition import attention, seen, stored
 from kvframe.testing.parts import Band, Verbatim
 from kvframe.types import GroupPlan, LayerSpec, StepPlan
@@ -69,12 +70,16 @@ class Step:
         for mine, its in ((self.storage.k, other.storage.k), (self.storage.v, other.storage.v)):
             for name, plane in mine.items():
                 plane.copy_(its[name])
+        for mine, its in ((self.storage.tail_k, other.storage.tail_k), (self.storage.tail_v, other.storage.tail_v)):
+            if mine is not None:
+                mine.plane.copy_(its.plane)
         return replace(self, requests=other.requests, texts=other.texts)
 
     def copy(self) -> Step:
         """The same step with storage of its own."""
-        clone = lambda planes: {name: plane.clone() for name, plane in planes.items()}
-        storage = replace(self.storage, k=clone(self.storage.k), v=clone(self.storage.v))
+        clone, held = lambda planes: {name: plane.clone() for name, plane in planes.items()}, self.storage
+        tails = (tail and Tail(tail.plane.clone()) for tail in (held.tail_k, held.tail_v))
+        storage = replace(held, **dict(zip(("k", "v", "tail_k", "tail_v"), (clone(held.k), clone(held.v), *tails))))
         return replace(self, storage=storage, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
 
 
@@ -101,8 +106,8 @@ def make_step(
     """A step of requests `(L, C)`: L tokens after the step, the last C of them new.
 
     What a request brings depends on its L and the seed only. Slots that no query of the step may see are poison (zeros
-    if `clean`), and blocks whose slots are all dead are dropped (`holes`). Codecs that seal have tails, which are not
-    made here.
+    if `clean`), and blocks whose slots are all dead are dropped (`holes`). Under a codec that seals, what is in a full
+    group before the step lies in the planes, and the rest in the tails; request r has row r of them.
     """
     rng, rule, codecs = np.random.default_rng(seed), rule or Band(), codecs or (Verbatim(), Verbatim())
     dtype, sizes = getattr(torch, spec.dtype), [-(-length // block_size) for length, _ in requests]
@@ -110,6 +115,9 @@ def make_step(
     tables = np.zeros((len(requests), max(sizes)), dtype=np.int32)
     shape = (sum(sizes) + 1, block_size, spec.kv_heads)
     planes = [_empty(codec, dim, shape, spec.dtype, clean) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))]
+    tails = [
+        _tail(codec, len(requests), spec, dim, dtype, clean) for codec, dim in zip(codecs, (spec.k_dim, spec.v_dim))
+    ]
     slots, positions, texts = [], [], []
     for r, (length, chunk) in enumerate(requests):
         tables[r, : sizes[r]] = [next(ids) for _ in range(sizes[r])]
@@ -118,7 +126,11 @@ def make_step(
         texts.append(_text(spec, length, seed, dtype))
         dead = np.asarray(rule.dead(0, length, past))
         alive = torch.from_numpy(np.flatnonzero(~dead[:past]))
-        for codec, held, x in zip(codecs, planes, texts[r][1:]):
+        for codec, held, tail, x in zip(codecs, planes, tails, texts[r][1:]):
+            if tail is not None:
+                seal(codec, held, x, np.flatnonzero(~dead[:past]), tables[r], past, block_size)
+                tail.plane[r, : past % codec.group] = x[past // codec.group * codec.group : past]
+                continue
             for name, code in codec.encode(x[alive]).items():
                 view = held[name].view(-1, *held[name].shape[2:])
                 view[torch.from_numpy(where)[alive]] = code.to(view.dtype)
@@ -135,19 +147,37 @@ def make_step(
     )  # fmt: skip
     learned = torch.from_numpy(rng.normal(size=spec.q_heads)).float().to(device) if spec.sinks else None
     planes = [{name: plane.to(device) for name, plane in held.items()} for held in planes]
-    storage = LayerStorage(spec, rule, 0, *codecs, *planes, block_size, ReferenceKernel(), learned)
+    tails = [tail and Tail(tail.plane.to(device)) for tail in tails]
+    storage = LayerStorage(spec, rule, 0, *codecs, *planes, block_size, ReferenceKernel(), learned, *tails)
     parts = [[x[length - chunk :] for x in text] for text, (length, chunk) in zip(texts, requests)]
     q, k, v = (torch.cat([part[i] for part in parts]).to(device) for i in range(3))
     return Step(storage, _moved(host, device), q, k, v, list(requests), texts)
 
 
+def seal(codec: Codec, planes: dict, x: torch.Tensor, alive: np.ndarray, table, past: int, block_size: int) -> None:
+    """Encodes the full groups among the first `past` tokens of `x [L, Hkv, D]` in which something is alive."""
+    size = codec.group
+    for start in np.unique(alive[alive < past // size * size] // size * size).tolist():
+        (where,) = group_slots(table, start, start + size, size, block_size)
+        for name, code in codec.encode(x[None, start : start + size]).items():
+            view, count = by_group(planes[name], codec, name, x.shape[-1], block_size)
+            view[where // count, where % count] = code[0].to(planes[name].dtype)
+
+
 def _empty(codec: Codec, dim: int, shape: tuple[int, ...], model_dtype: str, clean: bool) -> dict[str, torch.Tensor]:
-    found = {}
+    found, (blocks, slots, heads) = {}, shape
     for name, plane in codec.planes(dim).items():
-        assert plane.per == "token", "a codec that seals needs tails"
-        made = torch.zeros(*shape, *plane.shape, dtype=getattr(torch, plane.resolved(model_dtype)))
+        entries = slots // codec.group if plane.per == "group" else slots
+        made = torch.zeros(blocks, entries, heads, *plane.shape, dtype=getattr(torch, plane.resolved(model_dtype)))
         found[name] = made if clean else poison(made)
     return found
+
+
+def _tail(codec: Codec, rows: int, spec: LayerSpec, dim: int, dtype: torch.dtype, clean: bool) -> Tail | None:
+    tail = Tail.allocate(codec, rows, spec.kv_heads, dim, dtype, "cpu")
+    if tail is not None:
+        tail.plane.zero_() if clean else poison(tail.plane)
+    return tail
 
 
 def _text(spec: LayerSpec, length: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:

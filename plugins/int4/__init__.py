@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from kvframe.errors import OptionError
 from kvframe.interfaces import Codec
-from kvframe.types import PlaneSpec
+from kvframe.types import PlaneSpec, Ranged
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,10 @@ class Int4(Codec):
     def notes(self) -> str:
         """What it is, for lists."""
         return f"int{self.bits}; the last tokens of a request, up to {self.group}, stay in full precision"
+
+    @property
+    def ranged(self):
+        return Ranged(self.bits)
 
     def for_layer(self, layer, kind):
         return self if kind == "k" else Int4Values(**{f.name: getattr(self, f.name) for f in fields(self)})
@@ -127,6 +131,10 @@ class Int4(Codec):
 
 class Int4Values(Int4):
     """The same for values: a scale per token and `value_group` channels."""
+
+    @property
+    def ranged(self):
+        return Ranged(self.bits, self.value_group)
 
     def planes(self, dim):
         factor = PlaneSpec((-(-dim // self.value_group),), self.scale_dtype)

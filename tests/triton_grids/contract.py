@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvframe_plugins.int4 import Int4
 from kvframe_plugins.no_codec import NoCodec
 from test_kernel_codes import PAIRS
 
@@ -18,6 +19,14 @@ class TestTritonKernel(KernelContract):
 
     def codecs(self):
         return {"verbatim": (NoCodec(), NoCodec()), **{name: PAIRS[name] for name in USED}}
+
+    def sealed(self):
+        keys, few = Int4(group=8), Int4(bits=2, group=6, value_group=5, scale_dtype="bfloat16")
+        return {
+            "int4": (keys, keys.for_layer(None, "v")),
+            "groups that differ": (keys, few.for_layer(None, "v")),
+            "keys only": (Int4(bits=8, group=4, scale_dtype="float32"), PAIRS["int8"][1]),
+        }
 
     def make(self):
         return TritonKernel()

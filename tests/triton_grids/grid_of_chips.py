@@ -12,37 +12,50 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from kvframe_plugins.int4 import Int4
 from kvframe_plugins.no_codec import NoCodec
 from test_kernel_codes import PAIRS
 
-from kvframe.kernels.triton import decode, prefill, reduce, store
+from kvframe.kernels.triton import decode, prefill, reduce, seal, store
 from kvframe.kernels.triton.launch import Launch
 from kvframe.kernels.triton.layer import Layer
+from kvframe.kernels.triton.work import groups
 from kvframe.testing.contracts.kernel import Turned
 from kvframe.testing.parts import Band
 from kvframe.testing.steps import make_spec, make_step
 
 KIB = 1 << 10
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}  # bytes that a block may have
+KEYS = Int4()
 CODECS = {"none": (NoCodec(), NoCodec())} | {name: PAIRS[name] for name in ("int8", "e4m3", "e5m2", "two", "table")}
+CODECS |= {"int4": (KEYS, KEYS.for_layer(None, "v")), "int4 keys": (KEYS, PAIRS["int8"][1])}
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def launches(dtype, codec, dims, heads, block, rule, extra, chip: int) -> dict[str, Launch]:
     """What a step of such a layer starts on a chip."""
     spec = make_spec(*heads, *dims, dtype=dtype, **extra)
+    block = max(block, CODECS[codec][0].group)
     step = make_step(spec, [(40, 1), (90, 3)], block, rule, codecs=CODECS[codec])
     layer, group, starts = Layer.of(step.storage), step.plan.groups[0], step.plan.query_starts
     second = step.q if isinstance(rule, Turned) else None
     step_args = layer, group.tables, group.context_lens, starts
-    first, *parts = decode.start(step.q, second, *step_args, None, 1, 1)
+    first, *parts = decode.start(step.q, second, *step_args, None, 1, 1, step.plan.rows)
     found = {
         "decode": first,
         "reduce": reduce.start(*parts, layer, *step_args[2:], None, step.q.new_empty(4, heads[0], dims[1])),
     }
     out, tiles = step.q.new_empty(4, heads[0], dims[1]), torch.zeros(1, 2, dtype=torch.int32)
-    found["prefill"], found["careful"] = prefill.start(step.q, second, *step_args, tiles, out)
-    if layer.k.written and layer.v.written:
+    raw, addresses = {}, (group.tables, group.context_lens, starts, step.plan.rows)
+    for kind, x, side in (("k", step.k, layer.k), ("v", step.v, layer.v)):
+        if side.group > 1:
+            todo = groups(step.plan, side.group)
+            raw[kind] = x.new_empty(int(todo.starts[-1]), *x.shape[1:]), todo.base
+            (found[f"seal {kind}"],) = seal.starts_of(x, side, block, *addresses, None, None)
+            chunks = seal.starts_of(x, side, block, *addresses, todo, raw[kind][0])
+            found[f"chunks {kind}"], found[f"tail {kind}"] = chunks
+    found["prefill"], found["careful"] = prefill.start(step.q, second, *step_args, tiles, out, raw)
+    if layer.k.written and layer.v.written and not layer.seals:
         found["store"] = store.start(step.k, step.v, layer, group.slots)
     for launch in found.values():
         if "HARDWARE" in launch.meta:
@@ -75,10 +88,15 @@ GRID = {
     for codec in CODECS
     for layer in LAYERS
     for kernel in ALL
-    if (kernel != "store" or codec != "table")
+    if (kernel != "store" or codec not in ("table", "int4", "int4 keys"))
     and (dtype == "bfloat16" or (layer, codec) in MORE)
-    and (kernel != "careful" or codec in ("none", "e4m3"))
+    and (kernel != "careful" or codec in ("none", "e4m3", "int4"))
 }
+SEALS = tuple(f"{what} {kind}" for what in ("seal", "chunks", "tail") for kind in "kv")
+for chip in SHARED:
+    for layer in LAYERS:
+        for kernel in SEALS:
+            GRID[chip, "bfloat16", "int4", layer, kernel] = pytest.mark.nightly
 for chip in SHARED:
     for kernel in FAST:
         GRID[chip, "bfloat16", "e4m3", "llama", kernel] = ()
@@ -89,6 +107,8 @@ for codec in ("none", "int8"):
 GRID[90, "float16", "e5m2", "odd", "decode"] = GRID[90, "bfloat16", "none", "wide", "decode"] = ()
 GRID[90, "bfloat16", "two", "turned", "decode"] = GRID[90, "float32", "none", "mla", "decode"] = ()
 GRID[90, "bfloat16", "int8", "odd", "prefill"] = ()
+for kernel in ("decode", "prefill", "seal k", "seal v", "chunks k"):
+    GRID[90, "bfloat16", "int4", "llama", kernel] = ()
 
 
 CASES = [pytest.param(*key, marks=mark) for key, mark in GRID.items()]
@@ -101,5 +121,5 @@ def test_compiles(chip, dtype, codec, layer, kernel, tmp_path):
     assert compiled.metadata.shared <= SHARED[chip]
     used = resources(compiled.asm["cubin"], tmp_path)
     assert used["REG"] > 0
-    if kernel in FAST:
+    if kernel in (*FAST, *SEALS):
         assert used["STACK"] == used["LOCAL"] == 0, used

@@ -16,7 +16,7 @@ OWN = ["model=random", "cache.memory=4MiB", "engine.clock=virtual", "engine.max_
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("cache", ["sliding_window", "int8"])
+@pytest.mark.parametrize("cache", ["sliding_window", "int8", "int4"])
 def test_tokens_are_those_of_the_reference_kernel(cache, monkeypatch):
     monkeypatch.setattr(graphing, "TIMES", 1)
     model = random_model("tiny", "float32", device=DEVICE)

@@ -7,33 +7,37 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.kernels.triton.layer import LARGEST, Layer
-from kvframe.kernels.triton.sides import DTYPES, unreadable
-from kvframe.kernels.triton.work import Work, work
+from kvframe.kernels.triton.sides import DTYPES, Side, unreadable
+from kvframe.kernels.triton.work import groups, work
 from kvframe.storage import LayerStorage
+from kvframe.tails import Raw
 from kvframe.types import LayerSpec, StepPlan
 
 OLDEST = (8, 0)  # compute capability
 
 
 class TritonKernel(Kernel):
-    """Block tables, codes of 8 bits, windows and sinks, on NVIDIA GPUs of compute capability 8.0 and later.
+    """Block tables, codes of 8 bits and sealed groups of fewer, windows and sinks, on NVIDIA GPUs of compute capability
+    8.0 and later.
 
-    Keeps what it derived from layers and from the last plan; no state that changes a result.
+    Keeps what it derived from the last plan; no state that changes a result.
     """
 
     name = "triton"
     sink_queries = True
+    sealing = True
 
     def __init__(self):
         self._plan: StepPlan | None = None
-        self._work: dict[tuple[int, int], Work] = {}
-        self._layers: dict[int, tuple[tuple, Layer]] = {}
+        self._made: dict[tuple, Any] = {}
         self._plain = ReferenceKernel()
 
     def unsupported(
@@ -61,14 +65,29 @@ class TritonKernel(Kernel):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> None:
         """Encodes `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` into the slots of the plan; codecs that do not say how they
-        encode (`Codec.peak`) do it themselves."""
+        encode (`Codec.peak`, `Codec.ranged`) do it themselves."""
         from kvframe.kernels.triton.store import store
 
-        layer = self._layer(storage)
-        if layer.k.written and layer.v.written:
-            store(k, v, layer, plan.groups[storage.group].slots)
-        else:
+        layer, slots = self._layer(storage), plan.groups[storage.group].slots
+        if not (layer.k.written and layer.v.written):
             self._plain.store(k, v, storage, plan)
+        elif not layer.seals:
+            store(k, v, layer, slots)
+        else:
+            for only, (x, side) in enumerate(((k, layer.k), (v, layer.v))):
+                if side.group > 1:
+                    self._seal(x, side, storage, plan)
+                else:
+                    store(k, v, layer, slots, only)
+
+    def _seal(self, x: torch.Tensor, side: Side, storage: LayerStorage, plan: StepPlan) -> None:
+        from kvframe.kernels.triton.seal import seal
+
+        group, todo = plan.groups[storage.group], self._of_step(plan, groups, side.group)
+        raw = None if todo is None else x.new_empty(int(todo.starts[-1]), *x.shape[1:])
+        step = group.tables, group.context_lens, plan.query_starts, plan.rows
+        seal(x, side, storage.block_size, *step, todo, raw)
+        side.tail.plan, side.tail.raw = plan, None if todo is None else Raw(raw, todo.starts)
 
     def attend(
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
@@ -78,31 +97,35 @@ class TritonKernel(Kernel):
         from kvframe.kernels.triton.reduce import reduce
 
         layer, group = self._layer(storage), plan.groups[storage.group]
-        todo = self._todo(plan, layer)
+        todo = self._of_step(plan, work, layer.group, layer.prefill_tiles().rows)
         q, sink_q = _in_rows(q), None if sink_q is None else _in_rows(sink_q)
         out = q.new_empty(q.shape[0], layer.q_heads, layer.v.dim)
+        step = layer, group.tables, group.context_lens, plan.query_starts
         if todo.decoding:
-            step = layer, group.tables, group.context_lens, plan.query_starts, todo.rows
-            parts = decode(q, sink_q, *step, todo.decoding, layer.most_parts(plan.max_context))
-            reduce(*parts, layer, *step[2:], out)
+            longest = layer.most_parts(plan.max_context)
+            parts = decode(q, sink_q, *step, todo.rows, todo.decoding, longest, plan.rows)
+            reduce(*parts, layer, *step[2:], todo.rows, out)
         if todo.tiles is not None:
-            prefill(q, sink_q, layer, group.tables, group.context_lens, plan.query_starts, todo.tiles, out)
+            raw = {}
+            for kind, side in (("k", layer.k), ("v", layer.v)):
+                if side.tail is not None:
+                    raw[kind] = side.tail.raw.vectors, self._of_step(plan, groups, side.group).base
+            prefill(q, sink_q, *step, todo.tiles, out, raw)
         return out
 
     def _layer(self, storage: LayerStorage) -> Layer:
-        parts = storage.spec, storage.retention, storage.codec_k, storage.codec_v, storage.k, storage.v
-        held = self._layers.get(id(storage))  # which may have been the id of a layer that is gone
-        if held is None or any(a is not b for a, b in zip(held[0], parts)):
-            held = self._layers[id(storage)] = parts, Layer.of(storage)
-        return held[1]
+        if self.name not in storage.memo:
+            storage.memo[self.name] = Layer.of(storage)
+        return storage.memo[self.name]
 
-    def _todo(self, plan: StepPlan, layer: Layer) -> Work:
+    def _of_step(self, plan: StepPlan, make: Callable, *args: int) -> Any:
+        """`make(plan, *args)`, once per step."""
         if self._plan is not plan:
-            self._plan, self._work = plan, {}
-        key = layer.group, layer.prefill_tiles().rows
-        if key not in self._work:
-            self._work[key] = work(plan, *key)
-        return self._work[key]
+            self._plan, self._made = plan, {}
+        key = make, *args
+        if key not in self._made:
+            self._made[key] = make(plan, *args)
+        return self._made[key]
 
 
 def _in_rows(q: torch.Tensor) -> torch.Tensor:

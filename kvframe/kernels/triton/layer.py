@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvframe.kernels.triton import sides
 from kvframe.kernels.triton.sides import Side, side
 from kvframe.storage import LayerStorage
 
@@ -57,13 +58,22 @@ class Layer:
         return cls(
             spec.q_heads, spec.kv_heads, float(spec.scale), float(spec.softcap or 0.0), rule.window or 0,
             rule.sinks if rule.window else 0, storage.block_size, getattr(torch, spec.dtype),
-            side(storage.codec_k, spec.k_dim, storage.k, spec.dtype),
-            side(storage.codec_v, spec.v_dim, storage.v, spec.dtype), storage.learned_sinks,
+            side(storage.codec_k, spec.k_dim, storage.k, spec.dtype, storage.tail_k),
+            side(storage.codec_v, spec.v_dim, storage.v, spec.dtype, storage.tail_v), storage.learned_sinks,
         )  # fmt: skip
 
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
+
+    @property
+    def seals(self) -> bool:
+        """K or V has open groups."""
+        return self.k.group > 1 or self.v.group > 1
+
+    @property
+    def _ranged(self) -> bool:
+        return sides.RANGED in (self.k.kind, self.v.kind)
 
     def parts(self, length: int) -> int:
         """Parts of a context of `length` tokens that its last token may look at (see `decode`)."""
@@ -98,12 +108,15 @@ class Layer:
 
     def decode_tiles(self) -> Tiles:
         rows, wide = max(16, padded(self.group)), self._wide
-        keys = 16 if wide > 1024 else 32 if wide > 512 or self._plain_products else 64
-        return Tiles(rows, keys, 4, 3 if wide * keys * 3 <= 100 << 10 else 2)
+        keys = 16 if wide > 1024 else 32 if wide > 512 or self._plain_products or self._ranged else 64
+        warps = 8 if wide > 512 and self._ranged else 4  # codes of a range take registers
+        return Tiles(rows, keys, warps, 3 if wide * keys * 3 <= 100 << 10 else 2)
 
     def prefill_tiles(self) -> Tiles:
         wide = self._wide
         if self._plain_products:
+            return Tiles(64 if wide <= 512 else 32, 32, 8, 2)
+        if self._ranged:
             return Tiles(64 if wide <= 512 else 32, 32, 8, 2)
         return Tiles(128, 64, 8, 3) if wide <= 512 else Tiles(64, 32, 8, 2)
 

@@ -16,6 +16,9 @@ that the query at `first` sees, `up` the first that all see:
 Where all queries see what is loaded, nothing is masked (`whole`): first the keys 0 .. sinks and up .. first,
 and then edge and diagonal with a mask per query. All four begin and end at multiples of N, except for the last.
 
+Under a codec that seals, only the keys before the group of `first` are codes for all queries; where that group begins
+before the diagonal (or before the sinks end) the diagonal begins there, and its tiles are open ones (see open_tile.py).
+
 Values that are not finite must not touch who does not see them (see tile.py). That would cost every tile registers, so
 the kernel is started twice: the first time it multiplies what is there, and flags tiles that got something not finite;
 the second time (CAREFUL) tiles without a flag end at once, and the others are computed again with care.
@@ -29,9 +32,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvframe.kernels.triton.decode import attention_args, attention_meta, scores_plain
+from kvframe.kernels.triton.decode import attention_args, attention_meta, scores_plain, seen_plain
 from kvframe.kernels.triton.launch import Launch
 from kvframe.kernels.triton.layer import Layer
+from kvframe.kernels.triton.open_tile import attend_open_tile, spoil_open_tile
 from kvframe.kernels.triton.tile import LOG2E, attend_tile, spoil_tile
 from kvframe.kernels.weighing import weigh
 
@@ -39,12 +43,13 @@ from kvframe.kernels.weighing import weigh
 @triton.jit
 def prefill_kernel(
     q, q_token, q_head, second, s_token, s_head, tables, columns, lengths, starts, tiles,
-    k, k_scale, k_table, k_fixed, v, v_scale, v_table, v_fixed, scale, softcap,
-    learned, out, out_token, out_head, flags,
+    k, k_scale, k_table, k_fixed, k_zero, v, v_scale, v_table, v_fixed, v_zero, scale, softcap,
+    k_raw, k_bases, v_raw, v_bases, learned, out, out_token, out_head, flags,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_NUMBER: tl.constexpr,
-    V_NUMBER: tl.constexpr, CAREFUL: tl.constexpr, HARDWARE: tl.constexpr, WIDE: tl.constexpr,
+    V_NUMBER: tl.constexpr, K_BITS: tl.constexpr, K_SPAN: tl.constexpr, K_GROUP: tl.constexpr, V_BITS: tl.constexpr,
+    V_SPAN: tl.constexpr, V_GROUP: tl.constexpr, CAREFUL: tl.constexpr, HARDWARE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, KV heads. `tiles` int32 [n, 2]: request, first row. `flags` int8 [n, Hkv, M]: written, and read when
     CAREFUL: something in the row is not finite. (A flag per tile is what triton 3.6 cannot compile for sm_100.)"""
@@ -83,38 +88,71 @@ def prefill_kernel(
         total = tl.full([M], 1.0, tl.float32)
     table = tables + r.to(tl.int64) * columns
 
+    OPEN: tl.constexpr = K_GROUP > 1 or V_GROUP > 1
     diagonal = (first + 1) // N * N
-    low, up, sunk = 0, 0, 0  # starts of tiles; in numbers of tiles: `sunk` of sinks
+    k_base, v_base = 0, 0
+    if K_GROUP > 1:
+        diagonal = tl.minimum(diagonal, first // K_GROUP * K_GROUP // N * N)
+        k_base = tl.load(k_bases + r)
+    if V_GROUP > 1:
+        diagonal = tl.minimum(diagonal, first // V_GROUP * V_GROUP // N * N)
+        v_base = tl.load(v_bases + r)
+    low, up, sunk, sunk_open = 0, 0, 0, 0  # starts of tiles; in numbers of tiles: of sinks, whole and open
     if WINDOW:
         low = tl.maximum(first - WINDOW + 1, 0) // N * N
         up = (tl.maximum(last - WINDOW + 1, 0) + N - 1) // N * N
         up = tl.minimum(up, diagonal)
         sunk = tl.minimum((SINKS + N - 1) // N, low // N)
+        if OPEN:
+            sunk_open = sunk - tl.minimum(sunk, diagonal // N)
+            sunk -= sunk_open
         up = tl.maximum(up, low)
         diagonal = tl.maximum(diagonal, up)
     for i in range(0, sunk + (diagonal - up) // N):
         start = tl.where(i < sunk, i * N, up + (i - sunk) * N)
         acc, most, total = attend_tile(
             acc, most, total, query, other, q_pos, first, last, start, table, head, scale, softcap,
-            k, k_scale, k_table, k_fixed, v, v_scale, v_table, v_fixed, HEADS, BLOCK, WINDOW, SINKS, SOFTCAP,
-            K_DIM, V_DIM, DK, DV, N, K_KIND, V_KIND, K_NUMBER, V_NUMBER, True, CAREFUL, HARDWARE, WIDE,
+            k, k_scale, k_table, k_fixed, k_zero, v, v_scale, v_table, v_fixed, v_zero,
+            HEADS, BLOCK, WINDOW, SINKS, SOFTCAP, K_DIM, V_DIM, DK, DV, N, K_KIND, V_KIND, K_NUMBER, V_NUMBER,
+            K_BITS, K_SPAN, K_GROUP, V_BITS, V_SPAN, V_GROUP, True, CAREFUL, HARDWARE, WIDE,
         )  # fmt: skip
     edge = (up - low) // N
-    for i in range(0, edge + (last - diagonal) // N + 1):
-        start = tl.where(i < edge, low + i * N, diagonal + (i - edge) * N)
-        acc, most, total = attend_tile(
-            acc, most, total, query, other, q_pos, first, last, start, table, head, scale, softcap,
-            k, k_scale, k_table, k_fixed, v, v_scale, v_table, v_fixed, HEADS, BLOCK, WINDOW, SINKS, SOFTCAP,
-            K_DIM, V_DIM, DK, DV, N, K_KIND, V_KIND, K_NUMBER, V_NUMBER, False, CAREFUL, HARDWARE, WIDE,
-        )  # fmt: skip
+    masked = sunk_open + edge + (last - diagonal) // N + 1
+    for i in range(0, masked):
+        start = tl.where(i < sunk_open + edge, low + (i - sunk_open) * N, diagonal + (i - sunk_open - edge) * N)
+        if OPEN:
+            start = tl.where(i < sunk_open, (sunk + i) * N, start)
+            acc, most, total = attend_open_tile(
+                acc, most, total, query, other, q_pos, first, last, start, table, head, scale, softcap,
+                k, k_scale, k_table, k_fixed, k_zero, k_raw, k_base,
+                v, v_scale, v_table, v_fixed, v_zero, v_raw, v_base,
+                HEADS, BLOCK, WINDOW, SINKS, SOFTCAP, K_DIM, V_DIM, DK, DV, N, K_KIND, V_KIND, K_NUMBER, V_NUMBER,
+                K_BITS, K_SPAN, K_GROUP, V_BITS, V_SPAN, V_GROUP, CAREFUL, HARDWARE, WIDE,
+            )  # fmt: skip
+        else:
+            acc, most, total = attend_tile(
+                acc, most, total, query, other, q_pos, first, last, start, table, head, scale, softcap,
+                k, k_scale, k_table, k_fixed, k_zero, v, v_scale, v_table, v_fixed, v_zero,
+                HEADS, BLOCK, WINDOW, SINKS, SOFTCAP, K_DIM, V_DIM, DK, DV, N, K_KIND, V_KIND, K_NUMBER, V_NUMBER,
+                K_BITS, K_SPAN, K_GROUP, V_BITS, V_SPAN, V_GROUP, False, CAREFUL, HARDWARE, WIDE,
+            )  # fmt: skip
 
     if CAREFUL:
-        for i in range(0, edge + (last - diagonal) // N + 1):
-            start = tl.where(i < edge, low + i * N, diagonal + (i - edge) * N)
-            acc = spoil_tile(
-                acc, q_pos, first, last, start, table, head, v, v_table, HEADS, BLOCK, WINDOW, SINKS, V_DIM, DV, N,
-                V_KIND, V_NUMBER, HARDWARE, WIDE,
-            )  # fmt: skip
+        for i in range(0, masked):
+            start = tl.where(i < sunk_open + edge, low + (i - sunk_open) * N, diagonal + (i - sunk_open - edge) * N)
+            if OPEN:
+                start = tl.where(i < sunk_open, (sunk + i) * N, start)
+                acc = spoil_open_tile(
+                    acc, q_pos, first, last, start, table, head, v, v_table, v_scale, v_zero, v_raw, v_base,
+                    HEADS, BLOCK, WINDOW, SINKS, V_DIM, DV, N, V_KIND, V_NUMBER, V_BITS, V_SPAN, V_GROUP, HARDWARE,
+                    WIDE,
+                )  # fmt: skip
+            else:
+                acc = spoil_tile(
+                    acc, q_pos, first, last, start, table, head, v, v_table, v_scale, v_zero,
+                    HEADS, BLOCK, WINDOW, SINKS, V_DIM, DV, N, V_KIND, V_NUMBER, V_BITS, V_SPAN, V_GROUP, HARDWARE,
+                    WIDE,
+                )  # fmt: skip
     else:  # 0 * NaN is NaN: what is not finite shows in every row
         wild = (tl.abs(acc) < float("inf")) == 0
         tl.store(flag, tl.where(there, tl.max(wild.to(tl.int32), axis=1), 0).to(tl.int8))
@@ -125,13 +163,15 @@ def prefill_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=there[:, None] & (e < V_DIM)[None, :])
 
 
-def start(q, second, layer: Layer, tables, lengths, starts, tiles, out) -> tuple[Launch, Launch]:
+def start(q, second, layer: Layer, tables, lengths, starts, tiles, out, raw=None) -> tuple[Launch, Launch]:
     """-> the first start and the careful one."""
     sizes = layer.prefill_tiles()
     args = attention_args(q, second, layer, tables, lengths, starts)
     flags = tiles.new_empty(len(tiles), layer.kv_heads, sizes.rows, dtype=torch.int8)
     args |= {"tiles": tiles, "learned": layer.learned, "out": out, "out_token": out.stride(0),
              "out_head": out.stride(1), "flags": flags}  # fmt: skip
+    for name in "kv":
+        args[f"{name}_raw"], args[f"{name}_bases"] = (raw or {}).get(name, (None, None))
     meta = attention_meta(prefill_kernel, layer, q.device) | {"M": sizes.rows, "N": sizes.keys}
     grid = len(tiles), layer.kv_heads
     first, second = (
@@ -144,6 +184,7 @@ def start(q, second, layer: Layer, tables, lengths, starts, tiles, out) -> tuple
 def prefill(
     q: torch.Tensor, second: torch.Tensor | None, layer: Layer, tables: torch.Tensor, lengths: torch.Tensor,
     starts: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor,
+    raw: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> None:  # fmt: skip
     """Attention of the tokens in `tiles` into `out [T, Hq, Dv]`.
 
@@ -151,12 +192,14 @@ def prefill(
         q, second: [T, Hq, Dk], last stride 1; second: queries for keys < sinks, or None.
         tables, lengths, starts: of the step, see GroupPlan and StepPlan.
         tiles: int32 [n, 2], request and first row; `layer.prefill_tiles().rows` rows each.
+        raw: for K and V that seal, under "k" and "v": vectors `[n, Hkv, D]` in full precision, and `base` int32 [R]
+            (see work.Groups).
     """
-    for launch in start(q, second, layer, tables, lengths, starts, tiles, out):
+    for launch in start(q, second, layer, tables, lengths, starts, tiles, out, raw):
         launch.run()
 
 
-def prefill_plain(q, second, layer: Layer, tables, lengths, starts, tiles, out: torch.Tensor) -> None:
+def prefill_plain(q, second, layer: Layer, tables, lengths, starts, tiles, out: torch.Tensor, raw=None) -> None:
     """The same in plain torch."""
     rows = layer.prefill_tiles().rows
     for r, begin in tiles.tolist():
@@ -173,13 +216,16 @@ def prefill_plain(q, second, layer: Layer, tables, lengths, starts, tiles, out: 
         slots = (block * layer.block_size + pos % layer.block_size)[live]
         pos, seen = pos[live], seen[:, live].to(q.device)
         tokens = (t + token).to(q.device)
-        s, v = scores_plain(q[tokens], None if second is None else second[tokens], layer, pos, slots)
+        own = {kind: (-int(base[r]), vectors) for kind, (vectors, base) in (raw or {}).items()}
+        k, v = (seen_plain(layer, kind, q_pos, pos, slots.to(q.device), own) for kind in "kv")
+        s = scores_plain(q[tokens], None if second is None else second[tokens], layer, pos, k)
         s = s.masked_fill(~seen[:, None], float("-inf")).transpose(0, 1)  # [Hq, C, L]
         if layer.learned is not None:
             sink = (layer.learned.float() * LOG2E.value)[:, None, None].expand(-1, s.shape[1], 1)
             s = torch.cat([s, sink], -1)
         p = torch.softmax(s * (1 / LOG2E.value), -1)[..., : len(pos)]
-        result = weigh(p[:, None], v.transpose(0, 1), seen)[:, 0].transpose(0, 1).to(out.dtype)  # [C, Hq, Dv]
+        result = torch.stack([weigh(p[:, None, i : i + 1], v[i].transpose(0, 1), seen[i : i + 1])[:, 0, 0]
+                              for i in range(len(v))]).to(out.dtype)  # [C, Hq, Dv]  # fmt: skip
         for i in row.tolist():
             for head in range(i % layer.group, layer.q_heads, layer.group):
                 out[t + i // layer.group, head] = result[i // layer.group - int(token[0]), head]

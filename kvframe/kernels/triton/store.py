@@ -68,14 +68,18 @@ def store_kernel(
     k, k_token, k_head, v, v_token, v_head, slots, count,
     k_payload, k_scale, k_fixed, k_peak, k_most, v_payload, v_scale, v_fixed, v_peak, v_most,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, TOKENS: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, TOKENS: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens, KV heads, keys and values. `count` tokens; strides in numbers."""
+    """Grid: tiles of tokens, KV heads, keys and values. `count` tokens; strides in numbers. ONLY: 0 keys, 1 values, 2
+    both."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     there = tokens < count
     where = tl.load(slots + tokens, mask=there, other=0)
-    if tl.program_id(2) == 0:
+    kind = tl.program_id(2)
+    if ONLY < 2:
+        kind = ONLY
+    if kind == 0:
         put(k, k_token, k_head, tokens, there, where, head, k_payload, k_scale, k_fixed, k_peak, k_most,
             HEADS, K_DIM, DK, K_KIND)  # fmt: skip
     else:
@@ -83,7 +87,7 @@ def store_kernel(
             HEADS, V_DIM, DV, V_KIND)  # fmt: skip
 
 
-def start(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor) -> Launch:
+def start(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor, only: int = 2) -> Launch:
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     tokens = FEW if k.shape[0] <= TOKENS else MANY
     args = {
@@ -96,18 +100,20 @@ def start(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor) -
     meta = {
         "HEADS": layer.kv_heads, "K_DIM": layer.k.dim, "V_DIM": layer.v.dim, "DK": padded(layer.k.dim),
         "DV": padded(layer.v.dim), "K_KIND": layer.k.kind, "V_KIND": layer.v.kind, "TOKENS": tokens,
+        "ONLY": only,
     }  # fmt: skip
-    return Launch(store_kernel, (-(-k.shape[0] // tokens), layer.kv_heads, 2), args, meta)
+    return Launch(store_kernel, (-(-k.shape[0] // tokens), layer.kv_heads, 2 if only == 2 else 1), args, meta)
 
 
-def store(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor) -> None:
-    """Codes of `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to `slots [T]`; both sides must be `written`."""
-    start(k, v, layer, slots).run()
+def store(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor, only: int = 2) -> None:
+    """Codes of `k [T, Hkv, Dk]` and `v [T, Hkv, Dv]` to `slots [T]`; both sides must be `written`. only: 0 keys, 1
+    values, 2 both."""
+    start(k, v, layer, slots, only).run()
 
 
-def store_plain(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor) -> None:
+def store_plain(k: torch.Tensor, v: torch.Tensor, layer: Layer, slots: torch.Tensor, only: int = 2) -> None:
     """The same in plain torch."""
-    for x, side in ((k, layer.k), (v, layer.v)):
+    for x, side in ((k, layer.k), (v, layer.v))[slice(None) if only == 2 else slice(only, only + 1)]:
         payload = side.payload.view(-1, *side.payload.shape[2:])
         if side.kind == sides.PLAIN:
             payload[slots] = x.to(payload.dtype)

@@ -1,10 +1,13 @@
-"""Who of a step decodes and who prefills: requests with one new token, and those with more.
+"""What there is to do in a step: who decodes and who prefills (requests with one new token, and those with more), and
+which groups of a codec that seals get a token.
 
 A chunk's rows are cut into tiles. The last tiles of a chunk see most keys; they come first, so that no program begins a
 long piece of work when all others are done. With G = 2, tiles of 16 rows, and chunks of 1, 20 and 1 tokens:
 
     rows   [0, 2]                           requests that decode
     tiles  [[1, 32], [1, 16], [1, 0]]       request 1 has 40 rows
+
+Shape legend: R requests, n tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvframe.tails import raw_starts
 from kvframe.types import StepPlan
 
 
@@ -38,6 +42,34 @@ def work(plan: StepPlan, group: int, tile: int) -> Work:
     pairs = [(r, begin) for r in chunks.tolist() for begin in range(0, int(new[r]) * group, tile)]
     past = np.asarray(plan.host.groups[0].context_lens) - new
     pairs.sort(key=lambda pair: -(int(past[pair[0]]) + pair[1] // group))
-    device = plan.query_starts.device
-    move = lambda values, *shape: torch.from_numpy(np.array(values, dtype=np.int32).reshape(shape)).to(device)
-    return Work(move(rows, len(rows)), len(rows), move(pairs, len(pairs), 2))
+    return Work(_moved(rows, plan, len(rows)), len(rows), _moved(pairs, plan, len(pairs), 2))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a step with chunks that get a token.
+
+    Attributes:
+        tiles: int32 [n, 2], request and position of the first token of each group.
+        base: int32 [R]; starts: see kvframe.tails.Raw. The token at position p of request r is raw vector base[r] + p.
+    """
+
+    tiles: torch.Tensor
+    base: torch.Tensor
+    starts: np.ndarray
+
+
+def groups(plan: StepPlan, size: int) -> Groups | None:
+    """The Groups of a step for groups of `size` tokens; None where every request gets one token."""
+    if plan.max_query == 1:
+        return None
+    lengths = np.asarray(plan.host.groups[0].context_lens)
+    firsts, starts = raw_starts(plan.host, lengths, size)
+    spans = zip(firsts.tolist(), lengths.tolist())
+    tiles = [(r, begin) for r, (first, length) in enumerate(spans) for begin in range(first, length, size)]
+    return Groups(_moved(tiles, plan, len(tiles), 2), _moved(starts[:-1] - firsts, plan, len(firsts)), starts)
+
+
+def _moved(values, plan: StepPlan, *shape: int) -> torch.Tensor:
+    """int32, where the plan is."""
+    return torch.from_numpy(np.array(values, dtype=np.int32).reshape(shape)).to(plan.query_starts.device)

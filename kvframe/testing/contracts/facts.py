@@ -1,4 +1,4 @@
-"""CodecFacts: what a codec says of itself to kernels (`affine`, `fixed`, `peak`, `plain`) is true.
+"""CodecFacts: what a codec says of itself to kernels (`affine`, `fixed`, `peak`, `plain`, `ranged`) is true.
 
 Shape legend: n vectors, H heads, D size of a vector.
 """
@@ -11,6 +11,7 @@ import torch
 
 from kvframe.testing.contracts.promises import Contract, differs, example, promise
 from kvframe.testing.contracts.vectors import all_samples, samples
+from kvframe.types import PlaneSpec
 
 LEAST = float(np.finfo(np.float32).tiny)
 
@@ -81,6 +82,44 @@ class CodecFacts(Contract):
                     fine = x[i].isfinite().all(-1)
                     self._nearest(codec, (x[i] / s)[fine].clamp(-float(peak), float(peak)), planes["payload"][i][fine])
 
+    @promise("ranged is true: planes, zero, scale and codes are those that kvframe.types.Ranged describes")
+    def test_ranged(self):
+        for kind, codec, dim in self._claims("ranged"):
+            how, declared = codec.ranged, codec.planes(dim)
+            with example(kind=kind, head_size=dim):
+                parts = -(-dim // how.span) if how.span else dim
+                per = "token" if how.span else "group"
+                factor = PlaneSpec((parts,), declared["scale"].dtype, per)
+                want = {"payload": PlaneSpec((dim * how.bits // 8,), "uint8"), "scale": factor, "zero": factor}
+                assert declared == want, f"declared: {declared}"
+            for name, x in samples(dim, codec.group, self.low, self.high).items():
+                with example(kind=kind, head_size=dim, which=name):
+                    self._ranges(codec, dim, x)
+
+    def _ranges(self, codec, dim: int, x: torch.Tensor) -> None:
+        """Holds `x [n, G, H, D]` to the definition."""
+        how, planes = codec.ranged, codec.encode(x)
+        dtype, levels = planes["scale"].dtype, (1 << how.bits) - 1
+        shifts = torch.arange(0, 8, how.bits, dtype=torch.uint8)
+        codes = (planes["payload"][..., None] >> shifts & levels).flatten(-2)
+        spread = lambda plane: (
+            plane[:, None] if how.span == 0 else plane.repeat_interleave(how.span, -1)[..., :dim]
+        ).expand_as(x)
+        scale, zero = (spread(planes[name].float()) for name in ("scale", "zero"))
+        torch.testing.assert_close(codec.decode(planes, torch.float32), zero + scale * codes, rtol=1e-6, atol=0.0)
+        most = min(torch.finfo(dtype).max, 2.0**126)
+        parts = x.unflatten(-1, (-1, 1)) if how.span == 0 else _padded(x, how.span)  # [n, G, H, parts, span]
+        low, high = (
+            (f(1, keepdim=True) if how.span == 0 else f(-1, keepdim=True)).expand_as(parts).flatten(-2)[..., :dim]
+            for f in (parts.amin, parts.amax)
+        )
+        low, high = low.clamp(-most, most), high.clamp(-most, most)
+        assert bool(((zero <= low) & (_after(zero, dtype) > low)).all()), "zero is not the least one, rounded down"
+        wide = (high - zero) / levels
+        assert bool(((scale >= wide) & (_before(scale, dtype) < wide)).all()), "scale is not the range, rounded up"
+        steps = (x.clamp(-(2.0**126), 2.0**126) - zero) / scale.clamp(min=LEAST)
+        assert torch.equal(codes.float(), steps.round().clamp(0, levels)), "a code is not the nearest"
+
     def _scale_is(self, codec, x: torch.Tensor, scale: torch.Tensor, peak: float) -> None:
         """`x [H, D]`, `scale [H, 1]`."""
         if codec.fixed is not None:
@@ -106,3 +145,20 @@ class CodecFacts(Contract):
         tie = (np.abs(given[..., None] - there) == best[..., None]).sum(-1) > 1
         odd = tie & (codes.numpy().astype(np.int64) % 2 == 1)
         assert not odd.any(), f"{given[odd][0]} lies between two codes and became the odd one"
+
+
+def _padded(x: torch.Tensor, span: int) -> torch.Tensor:
+    """`[..., D]` -> `[..., ceil(D / span), span]`, the last number repeated."""
+    missing = -x.shape[-1] % span
+    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1).unflatten(-1, (-1, span))
+
+
+def _after(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The next larger number of a dtype, as float32; infinity behind the last one."""
+    return torch.nextafter(x.to(dtype), torch.full_like(x, torch.inf, dtype=dtype)).float()
+
+
+def _before(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The next smaller one; minus infinity before 0, since a scale is never less."""
+    less = torch.nextafter(x.to(dtype), torch.full_like(x, -torch.inf, dtype=dtype)).float()
+    return less.where(x > 0, torch.tensor(-torch.inf))

@@ -5,14 +5,15 @@ Shape legend: R requests, T tokens of a step, L tokens of a request, C new ones,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvframe.testing.attending import Attending
 from kvframe.testing.codecs import Sealed
-from kvframe.testing.contracts.kernel_steps import HEADS, MIXED, NEAR, RULES, KernelSteps
+from kvframe.testing.contracts.kernel_groups import KernelGroups
+from kvframe.testing.contracts.kernel_steps import HEADS, MIXED, NEAR, RULES
 from kvframe.testing.contracts.part import cache_of
 from kvframe.testing.contracts.promises import differs, example, promise
 from kvframe.testing.parts import Band, Blocks, some_layers
@@ -29,7 +30,7 @@ class Turned(Band):
         return np.minimum(q_pos, self.sinks + self.window - 1)
 
 
-class KernelContract(KernelSteps):
+class KernelContract(KernelGroups):
     """Subclass it and define `make(self) -> Kernel`.
 
     What `unsupported` names is not tried. What it leaves is held to the definition of attention, in storage that is
@@ -256,7 +257,7 @@ class KernelContract(KernelSteps):
                     for seed, order in enumerate((lengths, lengths[::-1]))
                 )
                 if first is not None and kernel.graphs(first.storage):
-                    first.plan = replace(first.plan, host=None)
+                    first.plan = self.without_host(first.plan)
                     tried += self.agrees(kernel, first, rule=rule, codecs=name)
                     tried += self.agrees(kernel, first.holding(other), rule=rule, codecs=name)
 
@@ -265,8 +266,9 @@ class KernelContract(KernelSteps):
     @promise("a cache on this kernel computes the attention of what it stores: chunks, hits, forks, evictions, poison")
     def test_in_a_cache(self):
         kernel, layers, tried = self.make(), some_layers((None, 10), (0,), dims=(8, 8)), 0
-        codecs = [*(pair[0] for pair in self.codecs().values()), *([Sealed(4)] if kernel.sealing else [])]
-        for codec in {type(codec): codec for codec in codecs}.values():
+        codecs = [pair[0] for pair in self.codecs().values()]
+        codecs += [pair[0] for pair in self.sealed().values() if kernel.sealing and 4 % pair[0].group == 0]
+        for codec in {(type(codec), codec.group): codec for codec in codecs}.values():
             if self.device != "cpu" or any(self.reasons(kernel, x, (codec, codec), Band(x.window), 4) for x in layers):
                 continue
             cache = cache_of(layers, {"kernels": (kernel,)}, layout=Blocks(4), index=TrieIndex(), codec=codec)

@@ -5,6 +5,8 @@ Shape legend: L tokens of a request, C new ones, Hq/Hkv heads, Dk/Dv sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from kvframe.testing.codecs import Eights
 from kvframe.testing.contracts.promises import Contract, example
 from kvframe.testing.parts import Band, Stripes, Verbatim
 from kvframe.testing.steps import Step, make_spec, make_step
+from kvframe.types import StepPlan
 
 MIXED = [(1, 1), (2, 2), (40, 1), (17, 1), (70, 30), (33, 33), (300, 1), (90, 3), (64, 1)]
 RULES = {
@@ -29,7 +32,7 @@ NEAR = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 class KernelSteps(Contract):
-    """Part of KernelContract, which says what `device` is."""
+    """Part of KernelContract, which says what `device` and `sizes` are."""
 
     device = "cpu"
     sizes = (16, 4, 1, 64)
@@ -67,6 +70,10 @@ class KernelSteps(Contract):
                 if not self.reasons(kernel, make_spec(6, 2, dtype=dtype), codecs, Band(), self.sizes[0]):
                     return dtype, codecs
         pytest.skip("it serves no plain mask")
+
+    def without_host(self, plan: StepPlan) -> StepPlan:
+        """What a captured graph has of a plan."""
+        return replace(plan, host=None)
 
     def tried(self, steps: int) -> None:
         """Says so when nothing was tried."""
