@@ -10,6 +10,7 @@ from contextlib import closing
 
 import numpy as np
 
+from kvframe.ahead import Ahead
 from kvframe.clock import make_clock
 from kvframe.errors import KVFrameError, RequestError
 from kvframe.intake import Intake, check_settings
@@ -96,6 +97,24 @@ class Engine:
                 self.graphs = model.graphs(cache, max_len)
             else:
                 log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
+        self.ahead = None  # on a CPU the next step could only be prepared instead of this one
+        if model.device != "cpu":
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """From now on the next decode step is prepared while one runs (see kvframe.ahead)."""
+        prepare = () if self.graphs is None else (self.graphs.prepare,)
+        self.ahead = Ahead(self.cache, *prepare)
+
+    def _look(self) -> None:
+        """A step runs, and its tokens are not known yet."""
+        if self.ahead is not None:
+            self.ahead.look(self.scheduler.running, self.scheduler.max_step_tokens)
+
+    def _forget_ahead(self) -> None:
+        """Requests were changed between steps."""
+        if self.ahead is not None:
+            self.ahead.drop()
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -115,6 +134,7 @@ class Engine:
         request does. `sampling` None: as the sample's. Errors as in `add`; RequestError: the sample is not running.
         """
         parent = self.intake.living(id, sample)
+        self._forget_ahead()
         return self._take(self.intake.branch(parent, prompt_tokens, sampling, new_id, self.clock.now()), parent)
 
     def _take(self, request: Request, parent: Sequence | None = None) -> str:
@@ -143,6 +163,7 @@ class Engine:
         Raises: RequestError: the sample is not running, or has not put out that many tokens.
         """
         sequence = self.intake.living(id, sample, tokens)
+        self._forget_ahead()
         if tokens:
             self.meter.took_back(sequence.times, tokens)
             void = [e for e in self._done if (e.id, e.sample) == (id, sample)][-tokens:]  # of a step that failed
@@ -157,6 +178,7 @@ class Engine:
     def invalidate(self) -> None:
         """The model's weights have changed: nothing that was stored or derived from the old ones is used again. What
         runs is computed again from its tokens."""
+        self._forget_ahead()
         self.model.weights_changed()
         self.scheduler.recompute(list(self.scheduler.running))
         self.cache.invalidate()
@@ -178,6 +200,7 @@ class Engine:
                 with self.threads.step():
                     self._forward(batch)
             except BaseException:
+                self._forget_ahead()
                 self.scheduler.recompute(list(self.scheduler.running))  # copies for any of them may be lost
                 raise
         elif self.scheduler.next_arrival() is not None and not self._done:
@@ -188,7 +211,9 @@ class Engine:
     def _forward(self, batch: list[tuple[Sequence, int]]) -> None:
         began = self.clock.now()
         self.model.bind(self.cache)  # engines may share a model
-        plan = self.cache.plan(batch)
+        plan = self.ahead.take(batch) if self.ahead is not None else None
+        if plan is None:
+            plan = self.cache.plan(batch)
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         ends = np.cumsum([n for _, n in batch]) - 1
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
@@ -241,7 +266,7 @@ class Engine:
             logits = logits[rows]
         inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.name) for s in chosen]
         try:
-            drawn = sample(logits, inputs)
+            drawn = sample(logits, inputs, self._look)
         except BadLogitsError as error:
             self._drop_bad(error, chosen, logits)
             return

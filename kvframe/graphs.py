@@ -20,13 +20,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 
-from kvframe.storage import ALIGNED
-from kvframe.types import GroupPlan, StepPlan
+from kvframe.moving import Together, named, planned
+from kvframe.types import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -68,49 +67,41 @@ class Static:
         for g, n in enumerate(columns):
             shapes |= {f"slots{g}": ((requests,), np.int64), f"lengths{g}": ((requests,), np.int32)}
             shapes |= {f"tables{g}": ((requests, n), np.int32)}
-        places, size = {}, 0
-        for name, (shape, kind) in shapes.items():
-            places[name] = size
-            size += -(-int(np.prod(shape)) * np.dtype(kind).itemsize // ALIGNED) * ALIGNED
-        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        flat = self._staged.numpy()
-        here, there = {}, {}
-        for name, (shape, kind) in shapes.items():
-            nbytes = int(np.prod(shape)) * np.dtype(kind).itemsize
-            here[name] = flat[places[name] : places[name] + nbytes].view(kind).reshape(shape)
-            dtype = torch.int64 if kind is np.int64 else torch.int32
-            there[name] = self._there[places[name] : places[name] + nbytes].view(dtype).view(shape)
+        together = Together(shapes)
+        self._staged = torch.zeros(together.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(together.nbytes, dtype=torch.uint8, device=device)
+        here, there = together.arrays(self._staged.numpy()), together.tensors(self._there)
         here["starts"][:] = np.arange(requests + 1)
         here["keep"][:] = np.arange(requests)
         self._here, self.ids, self.keep = here, there["ids"], there["keep"]
-        host = self._plan(here, columns, context, None)
-        self.plan = self._plan(there, columns, context, host)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-
-    @staticmethod
-    def _plan(arrays: dict[str, Any], columns: tuple[int, ...], context: int, host: StepPlan | None) -> StepPlan:
-        groups = tuple(
-            GroupPlan(arrays[f"slots{g}"], arrays[f"tables{g}"], arrays[f"lengths{g}"]) for g in range(len(columns))
-        )
         none = tuple(np.zeros((0, 3), dtype=np.int64) for _ in columns)
-        return StepPlan(arrays["positions"], arrays["starts"], groups, arrays["rows"], none, 1, context, host=host)
+        nothing = StepPlan(None, None, (), None, none, 1, context)
+        self.plan = planned(there, len(columns), planned(here, len(columns), nothing))
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._put: StepPlan | None = None
+
+    def put(self, plan: StepPlan) -> None:
+        """Takes the plan of a decode step on the host, which may be made before its tokens are known."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the step before read the same memory
+        here, n = self._here, len(plan.positions)
+        for name, array in named(plan).items():
+            place = here[name]
+            if name == "starts":
+                continue
+            if array.ndim == 2:
+                place[:n, : array.shape[1]], place[:n, array.shape[1] :] = array, 0
+            else:
+                place[:n] = array
+            place[n:] = 0  # nobody: the null block, and no context
+        self._put = plan
 
     def fill(self, tokens: np.ndarray, plan: StepPlan) -> None:
         """Takes a decode step: `tokens [R]`, and its plan on the host. One copy to the device."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the step before read the same memory
-        here, n = self._here, len(tokens)
-        for name, values, nobody in (
-            ("ids", tokens, 0), ("positions", plan.positions, 0), ("rows", plan.rows, 0),
-        ):  # fmt: skip
-            here[name][:n], here[name][n:] = values, nobody
-        for g, group in enumerate(plan.groups):
-            columns = group.tables.shape[1]
-            here[f"slots{g}"][:n], here[f"slots{g}"][n:] = group.slots, 0  # the null block
-            here[f"lengths{g}"][:n], here[f"lengths{g}"][n:] = group.context_lens, 0
-            here[f"tables{g}"][:n, :columns], here[f"tables{g}"][:n, columns:] = group.tables, 0
-            here[f"tables{g}"][n:] = 0
+        if self._put is not plan:
+            self.put(plan)
+        self._put = None
+        self._here["ids"][: len(tokens)], self._here["ids"][len(tokens) :] = tokens, 0
         self._there.copy_(self._staged, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -188,23 +179,34 @@ class Graphs:
         self._seen: Counter[tuple] = Counter()
         self._at, self._capture = self._version(), None
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Takes over what it can of a decode step whose tokens are not known yet, while another one runs."""
+        host = plan.host or plan
+        if (key := self._key(host)) in self._made and self._at == self._version():
+            self._made[key][0].put(host)
+
+    def _key(self, plan: StepPlan) -> tuple[int, int, int]:
+        """The bucket of a plan on the host: requests, context and columns."""
+        columns = max(group.tables.shape[1] for group in plan.groups)
+        context = min(doubled(plan.max_context, CONTEXT), max(self._max_len, plan.max_context))
+        return batch_bucket(len(plan.positions)), context, doubled(columns, COLUMNS)
+
     def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
         """As HFModel.forward: float32 logits [K, V], which nothing writes again."""
         if self.why is not None:
             return self._eager(tokens, plan, logits_at)
         if self._at != self._version():
             self.forget()
-        columns = max(group.tables.shape[1] for group in plan.groups)
-        context = min(doubled(plan.max_context, CONTEXT), max(self._max_len, plan.max_context))
-        key = batch_bucket(len(tokens)), context, doubled(columns, COLUMNS)
+        host = plan.host or plan
+        key = self._key(host)
         self._seen[key] += 1
         if self._seen[key] < TIMES:
             return self._eager(tokens, plan, logits_at)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if key not in self._made and not self._make(key, tokens, plan):
+            if key not in self._made and not self._make(key, tokens, host):
                 return self._eager(tokens, plan, logits_at)
             static, replay, logits = self._made[key]
-            static.fill(tokens, plan.host or plan)
+            static.fill(tokens, host)
             replay()
             if len(logits_at) == len(tokens):
                 return logits[: len(tokens)].clone()  # the next step writes there
@@ -214,7 +216,7 @@ class Graphs:
         """Captures a bucket. False: it cannot be done, now and later."""
         requests, context, columns = key
         static = Static(requests, context, (columns,) * len(plan.groups), self._device)
-        static.fill(tokens, plan.host or plan)
+        static.fill(tokens, plan)
         self._capture = self._capture or self._new_capture(self._device)
         try:
             self._made[key] = static, *self._capture(lambda: self._run(static.ids, static.plan, static.keep))

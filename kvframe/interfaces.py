@@ -433,7 +433,8 @@ class KVCache(ABC):
 
     @abstractmethod
     def grow(self, request: CacheRequest, n: int) -> bool:
-        """Room for the next n tokens in every layer group. False: no room, and nothing changed."""
+        """Room for the next n tokens in every layer group. False: no room, and nothing changed. Asked again before
+        `commit`, it is the same room."""
 
     @abstractmethod
     def commit(self, request: CacheRequest, n: int) -> None:
@@ -477,8 +478,9 @@ class KVCache(ABC):
     @abstractmethod
     def plan(self, batch: Sequence[tuple[CacheRequest, int]]) -> StepPlan:
         """Addresses for a step in which each request gets its next n tokens (room was made by `grow`).
-        Runs the step's copies. Who was in a step that failed before `commit` must be released: under a codec that
-        seals, the step may have closed its open group."""
+        Runs the step's copies. A plan may be thrown away: another one for the same step says the same. Who was in a
+        step that failed before `commit` must be released: under a codec that seals, the step may have closed its open
+        group."""
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> torch.Tensor:

@@ -22,7 +22,7 @@ probability is under 2**-44 of the best one's is never drawn.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,12 +80,15 @@ class BadLogitsError(KVFrameError):
         super().__init__(f"the model answered NaN or infinite logits for {named}", fix=fix)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleInput]) -> Sampled:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleInput], meanwhile: Callable[[], None] = lambda: None
+) -> Sampled:
     """Choose one token per row. Tokens (and log-probabilities) travel to the host in one copy.
 
     Args:
         logits: [B, V] float32 on any device; not changed.
         rows: B inputs.
+        meanwhile: called once all has been started, before anything is waited for.
 
     Raises:
         BadLogitsError: the best logit of a row is NaN or infinite.
@@ -105,13 +108,16 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleInput]) -> Sampled:
     tokens.masked_fill_(bad, -1)
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
+        meanwhile()
         chosen = tokens.cpu().numpy()
         _refuse(chosen < 0, rows)
         return Sampled(chosen)
     k = min(max(rows[i].params.logprobs for i in asked), y.shape[1])
     at = torch.tensor(asked, device=y.device)
     info = _logprobs(logits[at], tokens[at], k)  # [len(asked), 1 + 2K] float64
-    flat = torch.cat([tokens.double(), info.flatten()]).cpu().numpy()
+    flat = torch.cat([tokens.double(), info.flatten()])
+    meanwhile()
+    flat = flat.cpu().numpy()
     chosen, info = flat[: len(rows)].astype(np.int64), flat[len(rows) :].reshape(len(asked), -1)
     _refuse(chosen < 0, rows)
     logprobs: list[dict | None] = [None] * len(rows)

@@ -14,12 +14,12 @@ import torch
 from kvframe.errors import IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
 from kvframe.kernels.rotation import SinkQueries
+from kvframe.moving import LatePlan, moved
 from kvframe.tails import Tail
-from kvframe.types import GroupPlan, LayerSpec, StepPlan
+from kvframe.types import LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
 
-ALIGNED = 16  # bytes: where arrays begin that are copied to a device at once
 POISON = {torch.int8: -128, torch.uint8: 127}
 
 
@@ -159,26 +159,8 @@ class Storage:
             tail.plane[destinations] = tail.plane[sources]
 
     def to_device(self, plan: StepPlan) -> StepPlan:
-        """The same plan as tensors; one transfer whatever the number of arrays."""
-        arrays = [plan.positions, plan.query_starts, plan.rows]
-        for group in plan.groups:
-            arrays += [group.slots, group.tables, group.context_lens]
-        if self.device.type == "cpu":
-            tensors = iter([torch.from_numpy(a) for a in arrays])
-        else:
-            # every array begins at a multiple of ALIGNED: kernels are compiled for addresses that are, and for others
-            starts = np.cumsum([0, *(-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays)]).tolist()
-            flat = np.zeros(starts[-1], dtype=np.uint8)
-            for a, at in zip(arrays, starts):
-                flat[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-            moved = torch.from_numpy(flat).pin_memory().to(self.device, non_blocking=True)
-            tensors = iter(
-                moved[at : at + a.nbytes].view(torch.int64 if a.itemsize == 8 else torch.int32).view(a.shape)
-                for a, at in zip(arrays, starts)
-            )
-        positions, query_starts, rows = next(tensors), next(tensors), next(tensors)
-        groups = tuple(GroupPlan(next(tensors), next(tensors), next(tensors)) for _ in plan.groups)
-        return StepPlan(positions, query_starts, groups, rows, plan.copies, plan.max_query, plan.max_context, host=plan)
+        """The same plan as tensors; on a GPU they travel when somebody reads one."""
+        return moved(plan, self.device) if self.device.type == "cpu" else LatePlan(plan, self.device)
 
     def planes(self):
         """Every plane once, the null blocks included."""

@@ -1,4 +1,4 @@
-"""The CUDA kernels, written in Triton: one family for contiguous, paged and radix caches, codes, sealed groups, windows.
+"""The CUDA kernels, written in Triton: one family for contiguous, paged and radix caches, codes, groups and windows.
 
     sides.py     what has to be known of a codec: how K or V is read and written     (no triton here)
     layer.py     one layer as the kernels see it, and the sizes of their tiles        (no triton here)

@@ -117,6 +117,26 @@ class KVCacheContract(CacheTokens):
                 self._store(cache, request, longest)
             cache.release(request)
 
+    @promise("grow and plan may be asked again before commit: the same room, and the same addresses")
+    def test_a_plan_may_be_thrown_away(self):
+        cache, request = self.make(self.context(kernels=None)), Walked("r", np.arange(30, dtype=np.int32))
+        request.computed = cache.admit(request)
+        for n in (5, 1, 1, 8, 1):
+            if request.computed + n > min(len(request.tokens), cache.capacity()):
+                break
+            assert cache.grow(request, n)
+            held, first = cache.stats(), cache.plan([(request, n)])
+            with example(tokens=request.computed, n=n):
+                assert cache.grow(request, n) and cache.stats() == held, "it took more room the second time"
+                again = cache.plan([(request, n)])
+                pairs = [(first.positions, again.positions)]
+                for a, b in zip(first.groups, again.groups):
+                    pairs += [(a.slots, b.slots), (a.tables, b.tables), (a.context_lens, b.context_lens)]
+                assert all(np.array_equal(a, b) for a, b in pairs), "another plan the second time"
+            cache.commit(request, n)
+            request.computed += n
+            cache.check()
+
     @promise("a full cache refuses, and goes on when somebody leaves")
     def test_full(self):
         context = self.context(kernels=None)
