@@ -10,9 +10,9 @@ from contextlib import closing
 
 import numpy as np
 
-from kvframe.ahead import Ahead
 from kvframe.clock import make_clock
 from kvframe.errors import KVFrameError, RequestError
+from kvframe.flight import Flight, foresee, picked
 from kvframe.intake import Intake, check_settings
 from kvframe.interfaces import KVCache
 from kvframe.meter import Meter
@@ -97,24 +97,9 @@ class Engine:
                 self.graphs = model.graphs(cache, max_len)
             else:
                 log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
-        self.ahead = None  # on a CPU the next step could only be prepared instead of this one
-        if model.device != "cpu":
-            self.look_ahead()
-
-    def look_ahead(self) -> None:
-        """From now on the next decode step is prepared while one runs (see kvframe.ahead)."""
-        prepare = () if self.graphs is None else (self.graphs.prepare,)
-        self.ahead = Ahead(self.cache, *prepare)
-
-    def _look(self) -> None:
-        """A step runs, and its tokens are not known yet."""
-        if self.ahead is not None:
-            self.ahead.look(self.scheduler.running, self.scheduler.max_step_tokens)
-
-    def _forget_ahead(self) -> None:
-        """Requests were changed between steps."""
-        if self.ahead is not None:
-            self.ahead.drop()
+        self.ahead = model.device != "cpu"  # a step is started behind the one before it (see kvframe.flight)
+        self._flight: Flight | None = None
+        self._ended = 0.0  # when the last step did
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -134,7 +119,6 @@ class Engine:
         request does. `sampling` None: as the sample's. Errors as in `add`; RequestError: the sample is not running.
         """
         parent = self.intake.living(id, sample)
-        self._forget_ahead()
         return self._take(self.intake.branch(parent, prompt_tokens, sampling, new_id, self.clock.now()), parent)
 
     def _take(self, request: Request, parent: Sequence | None = None) -> str:
@@ -163,7 +147,6 @@ class Engine:
         Raises: RequestError: the sample is not running, or has not put out that many tokens.
         """
         sequence = self.intake.living(id, sample, tokens)
-        self._forget_ahead()
         if tokens:
             self.meter.took_back(sequence.times, tokens)
             void = [e for e in self._done if (e.id, e.sample) == (id, sample)][-tokens:]  # of a step that failed
@@ -178,7 +161,6 @@ class Engine:
     def invalidate(self) -> None:
         """The model's weights have changed: nothing that was stored or derived from the old ones is used again. What
         runs is computed again from its tokens."""
-        self._forget_ahead()
         self.model.weights_changed()
         self.scheduler.recompute(list(self.scheduler.running))
         self.cache.invalidate()
@@ -191,16 +173,19 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One forward over everything that is scheduled. Answers what became known."""
-        batch = self.scheduler.schedule(self.clock.now())
-        for sequence in self.scheduler.stuck:
-            self._refuse_stuck(sequence)
-        self.scheduler.stuck.clear()
-        if batch:
+        flight, self._flight = self._flight, None
+        batch = []
+        if flight is None or not flight.keep(self.scheduler.running):
+            flight, batch = None, self.scheduler.schedule(self.clock.now())
+            for sequence in self.scheduler.stuck:
+                self._refuse_stuck(sequence)
+            self.scheduler.stuck.clear()
+        if flight is not None or batch:
             try:
                 with self.threads.step():
-                    self._forward(batch)
+                    self._end(flight or self._start(batch))
             except BaseException:
-                self._forget_ahead()
+                self._flight = None
                 self.scheduler.recompute(list(self.scheduler.running))  # copies for any of them may be lost
                 raise
         elif self.scheduler.next_arrival() is not None and not self._done:
@@ -208,29 +193,45 @@ class Engine:
         events, self._done = self._done, []
         return events
 
-    def _forward(self, batch: list[tuple[Sequence, int]]) -> None:
+    def _start(self, batch: list[tuple[Sequence, int]], ids=None) -> Flight:
+        """Starts a step. ids: tokens of the step where they are known to the device only."""
         began = self.clock.now()
         self.model.bind(self.cache)  # engines may share a model
-        plan = self.ahead.take(batch) if self.ahead is not None else None
-        if plan is None:
-            plan = self.cache.plan(batch)
-        tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
+        plan = self.cache.plan(batch)
         ends = np.cumsum([n for _, n in batch]) - 1
-        ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
+        ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n] if ids is None else [*range(len(batch))]
+        tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch]) if ids is None else ids
         runner = self.graphs if self.graphs is not None and self.graphs.take(plan, ends[ready]) else self.model
         logits = runner.forward(tokens, plan, ends[ready])  # [len(ready), V]
+        return Flight(batch, ready, logits, began)
+
+    def _start_next(self, tokens, chosen: list[Sequence]) -> None:
+        """Tokens are being chosen on the device: starts the decode step that is sure to follow, behind them."""
+        if not self.ahead or self._flight is not None:
+            return
+        going = foresee(self.scheduler, self.clock.now())
+        if going is not None:
+            ids = picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
+            self._flight = self._start([(s, 1) for s in going], ids)
+            self._flight.stands = [(s.n + 1, s.computed) for s in going]
+
+    def _end(self, flight: Flight) -> None:
+        """Takes in what a step computed."""
+        batch, logits = flight.batch, flight.logits
         for sequence, n in batch:
             self.cache.commit(sequence, n)
             sequence.computed += n
         self.clock.stepped()
-        seconds, stats = self.clock.now() - began, self.cache.stats()
-        self.meter.step(seconds, len(tokens), stats)
+        now, stats = self.clock.now(), self.cache.stats()
+        seconds, self._ended = now - max(flight.began, self._ended), now
+        tokens = sum(n for _, n in batch)
+        self.meter.step(seconds, tokens, stats)
         step = self.meter.steps - 1
         if stats.evictions and self.hooks is not None:
             self._watch_evictions(step, stats)
-        if ready:
-            self._sample(logits, [batch[i][0] for i in ready])
-        self._watch("kvframe_on_step", step=step, requests=len(batch), tokens=len(tokens), seconds=seconds, stats=stats)
+        if flight.ready:
+            self._sample(logits, [batch[i][0] for i in flight.ready])
+        self._watch("kvframe_on_step", step=step, requests=len(batch), tokens=tokens, seconds=seconds, stats=stats)
 
     def _watch(self, hook: str, **facts) -> None:
         """Tells the plugins. Who only watches cannot stop the engine."""
@@ -266,7 +267,7 @@ class Engine:
             logits = logits[rows]
         inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.name) for s in chosen]
         try:
-            drawn = sample(logits, inputs, self._look)
+            drawn = sample(logits, inputs, lambda tokens: self._start_next(tokens, chosen))
         except BadLogitsError as error:
             self._drop_bad(error, chosen, logits)
             return
@@ -330,7 +331,7 @@ class Engine:
         if self.has_work:
             raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
         self.cache.start_run()
-        self._evicted = []
+        self._evicted, self._flight, self._ended = [], None, 0.0
         self.clock.start()
         self.meter.start()
         named = self.intake.named(requests)

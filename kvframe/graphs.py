@@ -78,33 +78,28 @@ class Static:
         nothing = StepPlan(None, None, (), None, none, 1, context)
         self.plan = planned(there, len(columns), planned(here, len(columns), nothing))
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._put: StepPlan | None = None
 
-    def put(self, plan: StepPlan) -> None:
-        """Takes the plan of a decode step on the host, which may be made before its tokens are known."""
+    def fill(self, tokens: np.ndarray | torch.Tensor, plan: StepPlan) -> None:
+        """Takes a decode step: `tokens [R]`, and its plan on the host. One copy to the device, and one there for tokens
+        that only the device knows."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the step before read the same memory
-        here, n = self._here, len(plan.positions)
-        for name, array in named(plan).items():
+        here, n = self._here, len(tokens)
+        known = not isinstance(tokens, torch.Tensor)
+        for name, array in (*named(plan).items(), ("ids", tokens if known else np.zeros(0))):
             place = here[name]
             if name == "starts":
                 continue
             if array.ndim == 2:
                 place[:n, : array.shape[1]], place[:n, array.shape[1] :] = array, 0
             else:
-                place[:n] = array
-            place[n:] = 0  # nobody: the null block, and no context
-        self._put = plan
-
-    def fill(self, tokens: np.ndarray, plan: StepPlan) -> None:
-        """Takes a decode step: `tokens [R]`, and its plan on the host. One copy to the device."""
-        if self._put is not plan:
-            self.put(plan)
-        self._put = None
-        self._here["ids"][: len(tokens)], self._here["ids"][len(tokens) :] = tokens, 0
+                place[: len(array)] = array
+            place[len(array) :] = 0  # nobody: the null block, and no context
         self._there.copy_(self._staged, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if not known:
+            self.ids[:n].copy_(tokens)
 
     def moved(self, numbers: np.ndarray) -> torch.Tensor:
         """`numbers [K]` on the device, without waiting for it."""
@@ -179,19 +174,13 @@ class Graphs:
         self._seen: Counter[tuple] = Counter()
         self._at, self._capture = self._version(), None
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Takes over what it can of a decode step whose tokens are not known yet, while another one runs."""
-        host = plan.host or plan
-        if (key := self._key(host)) in self._made and self._at == self._version():
-            self._made[key][0].put(host)
-
     def _key(self, plan: StepPlan) -> tuple[int, int, int]:
         """The bucket of a plan on the host: requests, context and columns."""
         columns = max(group.tables.shape[1] for group in plan.groups)
         context = min(doubled(plan.max_context, CONTEXT), max(self._max_len, plan.max_context))
         return batch_bucket(len(plan.positions)), context, doubled(columns, COLUMNS)
 
-    def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
+    def forward(self, tokens: np.ndarray | torch.Tensor, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
         """As HFModel.forward: float32 logits [K, V], which nothing writes again."""
         if self.why is not None:
             return self._eager(tokens, plan, logits_at)
@@ -212,7 +201,7 @@ class Graphs:
                 return logits[: len(tokens)].clone()  # the next step writes there
             return logits[static.moved(logits_at)]
 
-    def _make(self, key: tuple[int, int, int], tokens: np.ndarray, plan: StepPlan) -> bool:
+    def _make(self, key: tuple[int, int, int], tokens, plan: StepPlan) -> bool:
         """Captures a bucket. False: it cannot be done, now and later."""
         requests, context, columns = key
         static = Static(requests, context, (columns,) * len(plan.groups), self._device)

@@ -81,14 +81,15 @@ class BadLogitsError(KVFrameError):
 
 
 def sample(
-    logits: torch.Tensor, rows: Sequence[SampleInput], meanwhile: Callable[[], None] = lambda: None
+    logits: torch.Tensor, rows: Sequence[SampleInput], meanwhile: Callable[[torch.Tensor], None] = lambda tokens: None
 ) -> Sampled:
     """Choose one token per row. Tokens (and log-probabilities) travel to the host in one copy.
 
     Args:
         logits: [B, V] float32 on any device; not changed.
         rows: B inputs.
-        meanwhile: called once all has been started, before anything is waited for.
+        meanwhile: called with the tokens (int64 [B], on the device of the logits; -1: bad logits) once all has been
+            started, before anything is waited for.
 
     Raises:
         BadLogitsError: the best logit of a row is NaN or infinite.
@@ -108,16 +109,17 @@ def sample(
     tokens.masked_fill_(bad, -1)
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
-        meanwhile()
-        chosen = tokens.cpu().numpy()
+        wait = _to_host(tokens)
+        meanwhile(tokens)
+        chosen = wait()
         _refuse(chosen < 0, rows)
         return Sampled(chosen)
     k = min(max(rows[i].params.logprobs for i in asked), y.shape[1])
     at = torch.tensor(asked, device=y.device)
     info = _logprobs(logits[at], tokens[at], k)  # [len(asked), 1 + 2K] float64
-    flat = torch.cat([tokens.double(), info.flatten()])
-    meanwhile()
-    flat = flat.cpu().numpy()
+    wait = _to_host(torch.cat([tokens.double(), info.flatten()]))
+    meanwhile(tokens)
+    flat = wait()
     chosen, info = flat[: len(rows)].astype(np.int64), flat[len(rows) :].reshape(len(asked), -1)
     _refuse(chosen < 0, rows)
     logprobs: list[dict | None] = [None] * len(rows)
@@ -126,6 +128,22 @@ def sample(
         best_n = {int(token): value for token, value in list(pairs)[: rows[i].params.logprobs]}
         logprobs[i] = {"token": int(chosen[i]), "logprob": mine, "top": best_n}
     return Sampled(chosen, logprobs)
+
+
+def _to_host(x: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Starts the copy; what is answered waits for it, and for nothing that is started later."""
+    if not x.is_cuda:
+        return lambda: x.cpu().numpy()
+    here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    here.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> np.ndarray:
+        copied.synchronize()
+        return here.numpy()
+
+    return wait
 
 
 def _draw(y: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, drawn: list[int], rows) -> None:

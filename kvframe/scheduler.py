@@ -27,6 +27,7 @@ from kvframe.interfaces import KVCache
 from kvframe.policies import FirstCome, Policy
 from kvframe.sequence import Sequence
 
+PATIENCE = 8
 LOOK = 64  # waiting sequences, from the front of the queue, that a step considers at once
 
 
@@ -42,6 +43,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.stuck: list[Sequence] = []  # sequences that an empty cache could not serve; the engine refuses them
         self.preemptions = 0
+        self._blocked = 0  # steps that may go by until who found no room is asked again, if nobody leaves
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence behind those that arrive no later."""
@@ -49,9 +51,16 @@ class Scheduler:
         while at and self.waiting[at - 1].arrival > sequence.arrival:
             at -= 1
         self.waiting.insert(at, sequence)
+        self._blocked = 0
 
     def next_arrival(self) -> float | None:
         return self.waiting[0].arrival if self.waiting else None
+
+    def may_admit(self, now: float) -> bool:
+        """Should the next step ask whether somebody who waits can run? Not just after the cache had no room."""
+        self._blocked = max(self._blocked - 1, 0)
+        arrival = self.next_arrival()
+        return arrival is not None and arrival <= now and not self._blocked
 
     def schedule(self, now: float) -> list[tuple[Sequence, int]]:
         """`(sequence, n)` pairs: room for n more tokens of each has been made."""
@@ -133,6 +142,7 @@ class Scheduler:
                 self.policy.started(sequence, near[: near.index(sequence)])
             elif self.running:
                 self.policy.refused(sequence)
+                self._blocked = PATIENCE
                 return
             else:  # an empty cache will not become emptier
                 self._leave(sequence)
@@ -162,6 +172,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """The sequence is done or aborted, wherever it is."""
         if sequence in self.running:
+            self._blocked = 0
             self.running.remove(sequence)
             self.cache.release(sequence)
         elif sequence in self.waiting:
@@ -171,6 +182,7 @@ class Scheduler:
         """Takes back the tokens of a living sequence from `length` (>= 1) on, wherever it is. Answers for how many of
         the others the cache holds keys and values; the rest, at least the last one, is computed in the next steps."""
         sequence.truncate(length)
+        self._blocked = 0
         if sequence.computed >= length:
             sequence.computed = self.cache.truncate(sequence, length - 1)
         return sequence.computed

@@ -191,15 +191,16 @@ class HFModel:
         return Graphs(run, self.forward, self.device, max_len, lambda: self.version, **options)
 
     @torch.inference_mode()
-    def forward(self, tokens: np.ndarray, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
+    def forward(self, tokens: np.ndarray | torch.Tensor, plan: StepPlan, logits_at: np.ndarray) -> torch.Tensor:
         """One flat step.
 
         Args:
-            tokens: int [T], the new tokens of all requests. plan: made by the bound cache for these tokens.
+            tokens: int [T], the new tokens of all requests; a tensor on the model's device where only it knows them.
+            plan: made by the bound cache for these tokens.
             logits_at: int64 [K], rows of the step whose logits are wanted.
         Returns: float32 logits [K, V] on the model's device.
         """
-        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.asarray(tokens, dtype=np.int64))
         keep = torch.from_numpy(np.asarray(logits_at, dtype=np.int64))
         if self.device != "cpu":
             ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
