@@ -49,6 +49,8 @@ class TextCodec:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self.silent = {int(i) for i, token in added.items() if getattr(token, "special", False)}
         self.silent |= set(getattr(self.tokenizer, "all_special_ids", ()))  # ids that decode() leaves out
+        self._backend = _backend(self.tokenizer)
+        self._single: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the tokenizer adds by itself."""
@@ -87,10 +89,27 @@ class TextCodec:
         """Text of token ids without special tokens, and without the clean-up of spaces (it would undo what was
         streamed)."""
         ids = [int(i) for i in ids]
+        if self._backend is not None:
+            return self._backend.decode(ids, skip_special_tokens=True)
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_one(self, id: int) -> str:
+        """The same for one token, remembered."""
+        if id not in self._single:
+            self._single[id] = self.decode([id])
+        return self._single[id]
 
     def detokenizer(self, stop: Sequence[str] = (), context: Sequence[int] = ()) -> Detokenizer:
         return Detokenizer(self, stop, context)
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The compiled tokenizer whose `decode` is all that a transformers tokenizer's does (no clean-up of spaces), or
+    None where a class has a `decode` of its own: the way through transformers takes several times as long."""
+    mine = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
+    if mine != ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]:
+        return None
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def check_messages(messages: Any) -> None:
@@ -168,7 +187,8 @@ class Detokenizer:
             waiting, delta = 1, ""
         if not waiting and delta:
             self._window, self._read = self._window[self._read :], len(self._window) - self._read
-            self._known = self.codec.decode(self._window)
+            one = len(self._window) == 1
+            self._known = self.codec.decode_one(self._window[0]) if one else self.codec.decode(self._window)
         elif len(self._window) - self._read > LONGEST_WINDOW:
             delta += self._shorten(text)
         return self._release(delta)
