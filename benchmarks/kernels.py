@@ -31,7 +31,7 @@ from kvframe.types import LayerSpec
 HEADS = {"llama3_8b": (32, 8, 128), "qwen2_5_0_5b": (14, 2, 64), "smollm2": (9, 3, 64)}
 GPU = [("llama3_8b", 64, 8192), ("llama3_8b", 1, 131072), ("qwen2_5_0_5b", 64, 8192)]
 CPU = [("smollm2", 8, 1024), ("smollm2", 1, 4096)]
-CODECS = ("none", "int8", "fp8")
+CODECS = ("none", "int8", "fp8", "int4")
 NEAR = {"bfloat16": 3e-2, "float32": 1e-4}
 FILL = 4096  # tokens of a prompt that are stored at once
 
