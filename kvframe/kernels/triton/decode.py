@@ -34,7 +34,7 @@ from kvframe.kernels.triton.tile import attend_tile
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "parts"])
 def decode_kernel(
     q, q_token, q_head, second, s_token, s_head, tables, columns, lengths, starts, rows,
     k, k_scale, k_table, k_fixed, k_zero, v, v_scale, v_table, v_fixed, v_zero, scale, softcap,

@@ -59,7 +59,8 @@ class Launch:
                 attrs[(i,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
+                # sizes that change from step to step are not compiled in: each kind would be compiled anew
+                if isinstance(value, int) and value % 16 == 0 and name not in self.kernel.do_not_specialize:
                     attrs[(i,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, constants, attrs)
 

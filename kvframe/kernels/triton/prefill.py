@@ -40,7 +40,7 @@ from kvframe.kernels.triton.tile import LOG2E, attend_tile, spoil_tile
 from kvframe.kernels.weighing import weigh
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def prefill_kernel(
     q, q_token, q_head, second, s_token, s_head, tables, columns, lengths, starts, tiles,
     k, k_scale, k_table, k_fixed, k_zero, v, v_scale, v_table, v_fixed, v_zero, scale, softcap,

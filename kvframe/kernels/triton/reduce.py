@@ -23,7 +23,7 @@ from kvframe.kernels.triton.tile import LOG2E
 PARTS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def reduce_kernel(
     acc_in, most_in, total_in, parts, learned, lengths, starts, rows, out, out_token, out_head,
     Q_HEADS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, V_DIM: tl.constexpr,

@@ -70,7 +70,7 @@ def encode(x, there, d, payload, scale, zero, slots, head, most, HEADS: tl.const
     tl.store(at, pack(codes, BITS, PER), mask=there[:, None] & (b < D // PER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def seal_kernel(
     x, x_token, x_head, tables, columns, lengths, starts, tail_rows, tiles, base,
     payload, scale, zero, most, tail, raw,

@@ -63,7 +63,7 @@ def put(x, token_stride, head_stride, tokens, there, slots, head, payload, scale
         tl.store(at, codes, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def store_kernel(
     k, k_token, k_head, v, v_token, v_head, slots, count,
     k_payload, k_scale, k_fixed, k_peak, k_most, v_payload, v_scale, v_fixed, v_peak, v_most,
