@@ -64,9 +64,6 @@ DAILY, NIGHTLY = cases(12, 0), cases(300, 1)
 GRID = [*DAILY, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY)]
 
 
-
-
-
 def ranged(**options):
     keys = Int4(**options)
     return keys, keys.for_layer(None, "v")
@@ -84,10 +81,10 @@ OPEN = {
     "block": [96, 384], "heads": [(4, 4), (6, 2), (7, 1)], "dims": [(64, 64), (80, 24), (24, 96)],
     "extra": [{}, {"softcap": 3.0, "sinks": True, "scale": 0.3}],
     "requests": [
-        [(1, 1), (32, 1), (96, 1), (97, 1), (300, 1)], [(70, 30), (33, 33), (2, 2), (8, 1), (96, 48)],
+        [(1, 1), (32, 1), (96, 1), (97, 1), (300, 1)], [(40, 12), (33, 33), (2, 2), (8, 1), (96, 9)],
     ],
 }  # fmt: skip
-DAILY_OPEN = cases(6, 0, OPEN)
+DAILY_OPEN = cases(5, 0, OPEN)
 GROUPS = [*DAILY_OPEN, *(pytest.param(case, marks=pytest.mark.nightly) for case in cases(100, 1, OPEN))]
 
 
@@ -142,7 +139,7 @@ def test_groups_and_tails(case):
     agree(make(case))
 
 
-@pytest.mark.parametrize("codec", ["kivi", "2 bits", "keys only"])
+@pytest.mark.parametrize("codec", ["kivi", pytest.param("2 bits", marks=pytest.mark.nightly), "keys only"])
 def test_codes_of_groups_of_odd_numbers(codec):
     """NaN, infinities, numbers that no scale reaches, one value all over, and the ends of float16 and bfloat16."""
     step = make_step(make_spec(2, 2, 32, 32), [(96, 96)], 96, codecs=SEALED[codec], device=DEVICE)
@@ -170,7 +167,7 @@ def test_a_cache_that_seals():
         ["cache=radix", "cache.layout.block_size=8", "cache.memory=100KiB", *more], kernels=(TritonKernel(),)
     )
     assert {layer.kernel.name for layer in cache.storage.layers} == {"triton"}
-    Walker(cache, seed=3, watcher=Attending(cache)).walk(12)
+    Walker(cache, seed=3, watcher=Attending(cache)).walk(9)
 
 
 @pytest.mark.parametrize("codec, dtype", [("none", "bfloat16"), ("e4m3", "float32")])
@@ -215,8 +212,11 @@ def test_a_request_does_not_depend_on_its_neighbours(dtype, codec, rule):
 # -- NaN and infinities ----------------------------------------------------------------------------------------
 
 
-SPOILED = [("none", "plain", "v"), ("e4m3", "plain", "v"), ("none", "turned sinks", "v"), ("none", "softcap", "k")]
-SPOILED += [("int4", "sizes", "v"), ("int4", "plain", "k")]
+SPOILED = [("none", "plain", "v"), ("none", "softcap", "k"), ("int4", "sizes", "v")]
+SPOILED += [
+    pytest.param(*case, marks=pytest.mark.nightly)
+    for case in [("e4m3", "plain", "v"), ("none", "turned sinks", "v"), ("int4", "plain", "k")]
+]
 
 
 @pytest.mark.parametrize("codec, layer, kind", SPOILED)
@@ -243,7 +243,7 @@ def test_who_does_not_see_a_token_is_not_spoiled_by_it(monkeypatch, codec, layer
 # -- twins -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*cases(6, 2), *cases(2, 2, OPEN)], ids=written)
+@pytest.mark.parametrize("case", [*cases(6, 2), *cases(1, 2, OPEN)], ids=written)
 def test_twins(case):
     """Each kernel and the plain function of the same signature."""
     step, near = make(case), NEAR[case["dtype"]]
