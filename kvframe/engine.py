@@ -21,9 +21,10 @@ from kvframe.policies import make_policy
 from kvframe.sampling import BadLogitsError, SampleInput, sample
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
+from kvframe.telling import Telling
 from kvframe.text import TextCodec
 from kvframe.threads import Threads
-from kvframe.types import CacheStats, Request, SamplingParams
+from kvframe.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Engine:
         sizes = {"max_len": max_len, "max_requests": max_requests, "max_step_tokens": max_step_tokens}
         check_settings(model, cache, seed, {**sizes, "prefill_chunk": 1 if prefill_chunk is None else prefill_chunk})
         self.model, self.cache, self.max_len = model, cache, max_len
-        self.hooks, self.clock = hooks, make_clock(clock)
+        self.telling, self.clock = Telling(hooks), make_clock(clock)
         cache.now = self.clock.elapsed
         chunk = prefill_chunk or max_step_tokens
         self.scheduler = Scheduler(cache, max_requests, max_step_tokens, chunk, make_policy(policy))
@@ -85,7 +86,6 @@ class Engine:
         text = TextCodec(model.tokenizer, vocab_size=model.vocab_size)
         self.intake = Intake(model, cache, text, max_len, seed, self._live)
         self._done: list[Event] = []  # events that are known before a step
-        self._evicted: list[int] = []  # per layer group: evictions that were told
         self.packed_bytes = model.pack_weights() if pack_weights else 0
         if compile:
             model.compile()
@@ -227,33 +227,11 @@ class Engine:
         tokens = sum(n for _, n in batch)
         self.meter.step(seconds, tokens, stats)
         step = self.meter.steps - 1
-        if stats.evictions and self.hooks is not None:
-            self._watch_evictions(step, stats)
+        self.telling.evictions(step, stats)
         if flight.ready:
             self._sample(logits, [batch[i][0] for i in flight.ready])
-        self._watch("kvframe_on_step", step=step, requests=len(batch), tokens=tokens, seconds=seconds, stats=stats)
-
-    def _watch(self, hook: str, **facts) -> None:
-        """Tells the plugins. Who only watches cannot stop the engine."""
-        if self.hooks is None:
-            return
-        try:
-            getattr(self.hooks, hook)(**facts)
-        except Exception:
-            log.exception("a plugin failed in %s; the engine goes on", hook)
-
-    def _watch_evictions(self, step: int, stats: CacheStats) -> None:
-        """Tells the plugins which blocks went since they were told last."""
-        before = self._evicted or [0] * len(stats.groups)
-        self._evicted = [group.evictions for group in stats.groups]
-        blocks, nbytes = {}, 0
-        for group, told in zip(stats.groups, before):
-            gone = group.evictions - told if group.evictions >= told else group.evictions  # counters were set back
-            if gone:
-                blocks[group.name] = blocks.get(group.name, 0) + gone
-                nbytes += gone * group.block_bytes
-        if blocks:
-            self._watch("kvframe_on_evict", step=step, blocks=blocks, nbytes=nbytes, reason="eviction")
+        facts = {"requests": len(batch), "tokens": tokens, "seconds": seconds, "stats": stats}
+        self.telling.tell("kvframe_on_step", step=step, **facts)
 
     def _sample(self, logits, sequences: list[Sequence]) -> None:
         """Chooses a token per sequence. The samples of a request fork here, from one row of logits."""
@@ -315,7 +293,7 @@ class Engine:
     def _answer(self, output: RequestOutput, token: int | None = None, delta: str = "") -> None:
         self.meter.finished(output)
         self._done.append(Event(output.id, output.sample, token, delta, output))
-        self._watch("kvframe_on_finish", output=output)
+        self.telling.tell("kvframe_on_finish", output=output)
 
     # -- runs ------------------------------------------------------------------------------------------------
 
@@ -331,7 +309,8 @@ class Engine:
         if self.has_work:
             raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
         self.cache.start_run()
-        self._evicted, self._flight, self._ended = [], None, 0.0
+        self.telling.start()
+        self._flight, self._ended = None, 0.0
         self.clock.start()
         self.meter.start()
         named = self.intake.named(requests)
@@ -354,7 +333,7 @@ class Engine:
     def warm(self) -> None:
         """Two steps that nobody sees, so that what is done once per process (loading compiled code, first touch of
         the weights) does not count as decoding."""
-        hooks, self.hooks = self.hooks, None
+        hooks, self.telling.hooks = self.telling.hooks, None
         began = time.perf_counter()
         if self.limit > 2:
             prompt = [0] * (1 if self.model.device == "cpu" else min(self.limit - 2, WARM))
@@ -362,7 +341,7 @@ class Engine:
         self.cache.reset()
         self.meter.start()
         self.intake.restart()
-        self.hooks, self.warmup_seconds = hooks, time.perf_counter() - began
+        self.telling.hooks, self.warmup_seconds = hooks, time.perf_counter() - began
 
     def generate(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Runs the requests to their end: one output per sample, in the order of the requests."""

@@ -341,7 +341,7 @@ def test_watching_hooks_see_every_step_and_every_end():
             seen["done"].append((output.id, output.finish_reason))
 
     e = engine()
-    e.hooks = Hooks()
+    e.telling.hooks = Hooks()
     e.generate([ask(tokens(10), id="a"), ask(tokens(200), id="long")])
     assert seen["done"] == [("long", "refused"), ("a", "length")]
     assert (seen["steps"], seen["tokens"]) == (e.summary()["steps"], e.summary()["computed_tokens"]) == (6, 15)

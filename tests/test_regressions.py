@@ -102,7 +102,7 @@ def test_a_watcher_that_fails_does_not_stop_the_engine(caplog):
         kvframe_on_finish = kvframe_on_step
 
     e = engine()
-    e.hooks = Hooks()
+    e.telling.hooks = Hooks()
     assert len(e.generate([ask(tokens(5))])[0].output_tokens) == 6
     assert "a plugin failed in kvframe_on_step" in caplog.text
 

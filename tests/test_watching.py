@@ -72,7 +72,7 @@ class Spy:
 
 def spied(*overrides: str, arch: str = "llama"):
     engine, spy = engine_of(*overrides, arch=arch), Spy()
-    engine.hooks = Watchers(loading.plugins().manager, {"spy": spy})
+    engine.telling.hooks = Watchers(loading.plugins().manager, {"spy": spy})
     return engine, spy
 
 
