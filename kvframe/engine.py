@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvframe.sequence import Sequence
 from kvframe.telling import Telling
 from kvframe.text import TextCodec
 from kvframe.threads import Threads
-from kvframe.types import Request, SamplingParams
+from kvframe.types import Request, SamplingParams, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -193,27 +193,33 @@ class Engine:
         events, self._done = self._done, []
         return events
 
-    def _start(self, batch: list[tuple[Sequence, int]], ids=None) -> Flight:
-        """Starts a step. ids: tokens of the step where they are known to the device only."""
-        began = self.clock.now()
+    def _start(self, batch: list[tuple[Sequence, int]]) -> Flight:
+        """Starts a step."""
         self.model.bind(self.cache)  # engines may share a model
-        plan = self.cache.plan(batch)
-        ends = np.cumsum([n for _, n in batch]) - 1
-        ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n] if ids is None else [*range(len(batch))]
-        tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch]) if ids is None else ids
-        runner = self.graphs if self.graphs is not None and self.graphs.take(plan, ends[ready]) else self.model
-        logits = runner.forward(tokens, plan, ends[ready])  # [len(ready), V]
-        return Flight(batch, ready, logits, began)
+        ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
+        tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
+        return self._fly(batch, self.clock.now(), self.cache.plan(batch), tokens, ready)
 
-    def _start_next(self, tokens, chosen: list[Sequence]) -> None:
-        """Tokens are being chosen on the device: starts the decode step that is sure to follow, behind them."""
-        if not self.ahead or self._flight is not None:
-            return
-        going = foresee(self.scheduler, self.clock.now())
-        if going is not None:
-            ids = picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
-            self._flight = self._start([(s, 1) for s in going], ids)
+    def _fly(self, batch, began: float, plan: StepPlan, tokens, ready: list[int]) -> Flight:
+        wanted = (np.cumsum([n for _, n in batch]) - 1)[ready]
+        runner = self.graphs if self.graphs is not None and self.graphs.take(plan, wanted) else self.model
+        return Flight(batch, ready, runner.forward(tokens, plan, wanted), began)  # logits [len(ready), V]
+
+    def _foresee(self) -> Callable | None:
+        """What starts the decode step that is sure to follow this one, as soon as its tokens are on the device."""
+        going = foresee(self.scheduler, self.clock.now()) if self.ahead and self._flight is None else None
+        if going is None:
+            return None
+        batch = [(s, 1) for s in going]
+        plan = self.cache.plan(batch)
+
+        def start(tokens, chosen: list[Sequence]) -> None:
+            began, ids = self.clock.now(), picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
+            self.model.bind(self.cache)
+            self._flight = self._fly(batch, began, plan, ids, [*range(len(batch))])
             self._flight.stands = [(s.n + 1, s.computed) for s in going]
+
+        return start
 
     def _end(self, flight: Flight) -> None:
         """Takes in what a step computed."""
@@ -243,9 +249,10 @@ class Engine:
             rows += [row] * len(family)
         if len(rows) > len(sequences):
             logits = logits[rows]
+        start = self._foresee()
         inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.name) for s in chosen]
         try:
-            drawn = sample(logits, inputs, lambda tokens: self._start_next(tokens, chosen))
+            drawn = sample(logits, inputs, lambda tokens: start and start(tokens, chosen))
         except BadLogitsError as error:
             self._drop_bad(error, chosen, logits)
             return

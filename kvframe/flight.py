@@ -18,8 +18,10 @@ from collections.abc import Sequence as Some
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvframe.moving import sent
 from kvframe.scheduler import Scheduler
 from kvframe.sequence import Sequence
 
@@ -74,5 +76,4 @@ def picked(tokens: torch.Tensor, order: Some[Sequence], going: Some[Sequence]) -
     if len(order) == len(going) and all(a is b for a, b in zip(order, going)):
         return tokens
     place = {id(s): i for i, s in enumerate(order)}
-    rows = torch.tensor([place[id(s)] for s in going])
-    return tokens[rows if tokens.device.type == "cpu" else rows.pin_memory().to(tokens.device, non_blocking=True)]
+    return tokens[sent(np.array([place[id(s)] for s in going]), tokens.device)]

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from kvframe.moving import Together, named, planned
+from kvframe.moving import Together, named, planned, sent
 from kvframe.types import StepPlan
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,7 @@ class Static:
 
     def moved(self, numbers: np.ndarray) -> torch.Tensor:
         """`numbers [K]` on the device, without waiting for it."""
-        found = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
-        return found if self._copied is None else found.pin_memory().to(self._there.device, non_blocking=True)
+        return sent(np.asarray(numbers, dtype=np.int64), self._there.device)
 
 
 class CudaCapture:

@@ -72,6 +72,14 @@ def moved(host: StepPlan, device: torch.device) -> StepPlan:
     return planned(together.tensors(flat.to(device, non_blocking=True)), len(host.groups), host)
 
 
+def sent(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """An array on a device; whoever sends it does not wait for what the device is doing, as a plain copy would."""
+    there, tensor = torch.device(device), torch.from_numpy(array)
+    if there.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if there.type == "cuda" else tensor).to(there, non_blocking=True)
+
+
 class LatePlan:
     """A StepPlan whose tensors are made when somebody reads one of them: a step that is a CUDA graph never does."""
 

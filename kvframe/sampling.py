@@ -30,6 +30,7 @@ import torch
 
 from kvframe.errors import KVFrameError
 from kvframe.filters import best, draw, per_block, top
+from kvframe.moving import sent
 from kvframe.types import SamplingParams
 
 CPU_ELEMENTS = 1 << 21  # on CPU, rows are drawn in chunks of about this many logits: fewer page faults
@@ -115,7 +116,7 @@ def sample(
         _refuse(chosen < 0, rows)
         return Sampled(chosen)
     k = min(max(rows[i].params.logprobs for i in asked), y.shape[1])
-    at = torch.tensor(asked, device=y.device)
+    at = sent(np.array(asked), y.device)
     info = _logprobs(logits[at], tokens[at], k)  # [len(asked), 1 + 2K] float64
     wait = _to_host(torch.cat([tokens.double(), info.flatten()]))
     meanwhile(tokens)
@@ -151,7 +152,7 @@ def _draw(y: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, drawn: lis
     some = [rows[i] for i in drawn]
     knobs = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (row.params for row in some)]
     table = np.column_stack([drawn, uniforms([r.seed for r in some], [r.index for r in some]), knobs])
-    table = torch.from_numpy(table).to(y.device)  # [R, 6] float64: row, u, temperature, top_k, top_p, min_p
+    table = sent(table, y.device)  # [R, 6] float64: row, u, temperature, top_k, top_p, min_p
     for part in table.split(len(drawn) if y.is_cuda else max(1, CPU_ELEMENTS // y.shape[1])):
         at = part[:, 0].long()
         z = (y if len(at) == len(y) else y[at]) - value[at, None]
@@ -189,8 +190,9 @@ def penalize(logits: torch.Tensor, rows: Sequence[SampleInput]) -> torch.Tensor:
         line[: len(rows[i].tokens)] = rows[i].tokens
         line[len(rows[i].tokens) :] = rows[i].tokens[0]  # padding repeats a token: the same write twice
     device = logits.device
-    row, seen = torch.tensor(at, device=device)[:, None], torch.from_numpy(seen).to(device)  # [P, 1], [P, longest]
-    penalty = torch.tensor([rows[i].params.repetition_penalty for i in at], device=device)[:, None]  # [P, 1]
+    row, seen = sent(np.array(at), device)[:, None], sent(seen, device)  # [P, 1], [P, longest]
+    penalties = np.array([rows[i].params.repetition_penalty for i in at], dtype=np.float32)
+    penalty = sent(penalties, device)[:, None]  # [P, 1]
     old = logits[row, seen]
     y = logits.clone()
     y[row, seen] = torch.where(old > 0, old / penalty, old * penalty)

@@ -14,7 +14,7 @@ import torch
 from kvframe.errors import IncompatibleCacheError
 from kvframe.interfaces import CacheContext, Codec, Kernel, Retention
 from kvframe.kernels.rotation import SinkQueries
-from kvframe.moving import LatePlan, moved
+from kvframe.moving import LatePlan, moved, sent
 from kvframe.tails import Tail
 from kvframe.types import LayerSpec, StepPlan
 
@@ -154,7 +154,7 @@ class Storage:
         """Copies rows of the tails, all at once: int64 [C, 2] of (source, destination)."""
         if not len(rows):
             return
-        sources, destinations = torch.from_numpy(rows.T.copy()).to(self.device)
+        sources, destinations = sent(rows.T.copy(), self.device)
         for tail in self.tails():
             tail.plane[destinations] = tail.plane[sources]
 

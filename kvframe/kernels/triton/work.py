@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvframe.moving import sent
 from kvframe.tails import raw_starts
 from kvframe.types import StepPlan
 
@@ -72,4 +73,4 @@ def groups(plan: StepPlan, size: int) -> Groups | None:
 
 def _moved(values, plan: StepPlan, *shape: int) -> torch.Tensor:
     """int32, where the plan is."""
-    return torch.from_numpy(np.array(values, dtype=np.int32).reshape(shape)).to(plan.query_starts.device)
+    return sent(np.array(values, dtype=np.int32).reshape(shape), plan.query_starts.device)
