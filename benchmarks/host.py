@@ -4,7 +4,7 @@
     python benchmarks/host.py --requests 256 --context 2000
 
 `one by one`: the device waits from the end of a step's sampling to the start of the next step. `ahead` (kvframe.flight,
-what engines on CUDA do): the next step is started as soon as the tokens are chosen; the rest of the step's host work runs
+what engines on CUDA do): the next step is started as soon as tokens are chosen, and the rest of the step's host work runs
 beside the device. Medians; the two take turns.
 """
 
