@@ -3,9 +3,9 @@
     python benchmarks/host.py                         # SmolLM2's tokenizer, 8 and 64 requests of 4,000 tokens
     python benchmarks/host.py --requests 256 --context 2000
 
-`one by one`: the device waits from the end of a step's sampling to the start of the next step. `ahead` (kvframe.flight,
-what engines on CUDA do): the next step is started as soon as tokens are chosen, and the rest of the step's host work runs
-beside the device. Medians; the two take turns.
+`one by one`: the device waits from the end of a step's sampling to the start of the next step. `ahead` (see
+kvframe.flight, what engines on CUDA do): the next step is started as soon as tokens are chosen, and the rest of the
+step's host work runs beside the device. Medians; the two take turns.
 """
 
 from __future__ import annotations

@@ -343,11 +343,12 @@ class BlockKVCache(KVCache):
             raise CapacityError("fork: all rows are in use", fix="a larger engine.max_requests")
         held = self.tables.open(child)
         held.published, held.publishes = source.published, source.publishes
-        for g, pool in enumerate(self.pools):
-            table = self.tables.view(source, g).copy()
+        length = int(self.tables.lengths[source.row])
+        for g, pool in enumerate(self.pools):  # what the parent grew beyond its length is its own
+            table = self.tables.view(source, g)[: -(-length // self.block_size)].copy()
             pool.hold(table)
             self.tables.extend(held, g, table)
-        self.tables.lengths[held.row] = self.tables.lengths[source.row]
+        self.tables.lengths[held.row] = length
         if self.tables.lengths[held.row] % self.unit:  # some group is open
             self.copies.add_row(source.row, held.row)
         self._look()

@@ -99,7 +99,6 @@ class Engine:
                 log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
         self.ahead = model.device != "cpu"  # a step is started behind the one before it (see kvframe.flight)
         self._flight: Flight | None = None
-        self._ended = 0.0  # when the last step did
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -183,7 +182,8 @@ class Engine:
         if flight is not None or batch:
             try:
                 with self.threads.step():
-                    self._end(flight or self._start(batch))
+                    began = self.clock.now()
+                    self._end(flight or self._start(batch), began)
             except BaseException:
                 self._flight = None
                 self.scheduler.recompute(list(self.scheduler.running))  # copies for any of them may be lost
@@ -198,12 +198,12 @@ class Engine:
         self.model.bind(self.cache)  # engines may share a model
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
-        return self._fly(batch, self.clock.now(), self.cache.plan(batch), tokens, ready)
+        return self._fly(batch, self.cache.plan(batch), tokens, ready)
 
-    def _fly(self, batch, began: float, plan: StepPlan, tokens, ready: list[int]) -> Flight:
+    def _fly(self, batch, plan: StepPlan, tokens, ready: list[int]) -> Flight:
         wanted = (np.cumsum([n for _, n in batch]) - 1)[ready]
         runner = self.graphs if self.graphs is not None and self.graphs.take(plan, wanted) else self.model
-        return Flight(batch, ready, runner.forward(tokens, plan, wanted), began)  # logits [len(ready), V]
+        return Flight(batch, ready, runner.forward(tokens, plan, wanted))  # logits [len(ready), V]
 
     def _foresee(self) -> Callable | None:
         """What starts the decode step that is sure to follow this one, as soon as its tokens are on the device."""
@@ -214,28 +214,29 @@ class Engine:
         plan = self.cache.plan(batch)
 
         def start(tokens, chosen: list[Sequence]) -> None:
-            began, ids = self.clock.now(), picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
+            ids = picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
             self.model.bind(self.cache)
-            self._flight = self._fly(batch, began, plan, ids, [*range(len(batch))])
+            self._flight = self._fly(batch, plan, ids, [*range(len(batch))])
             self._flight.stands = [(s.n + 1, s.computed) for s in going]
 
         return start
 
-    def _end(self, flight: Flight) -> None:
-        """Takes in what a step computed."""
+    def _end(self, flight: Flight, began: float) -> None:
+        """Takes in what a step computed. began: since when the engine has been at it; what the caller does between
+        two steps does not count, and a step that was started ahead is waited for here."""
         batch, logits = flight.batch, flight.logits
         for sequence, n in batch:
             self.cache.commit(sequence, n)
             sequence.computed += n
         self.clock.stepped()
-        now, stats = self.clock.now(), self.cache.stats()
-        seconds, self._ended = now - max(flight.began, self._ended), now
-        tokens = sum(n for _, n in batch)
-        self.meter.step(seconds, tokens, stats)
-        step = self.meter.steps - 1
+        stats, step, tokens = self.cache.stats(), self.meter.steps, sum(n for _, n in batch)
         self.telling.evictions(step, stats)
-        if flight.ready:
-            self._sample(logits, [batch[i][0] for i in flight.ready])
+        try:
+            if flight.ready:
+                self._sample(logits, [batch[i][0] for i in flight.ready])
+        finally:
+            seconds = self.clock.now() - began
+            self.meter.step(seconds, tokens, stats)
         facts = {"requests": len(batch), "tokens": tokens, "seconds": seconds, "stats": stats}
         self.telling.tell("kvframe_on_step", step=step, **facts)
 
@@ -295,6 +296,8 @@ class Engine:
         samples.remove(sequence)
         if not samples:
             del self._live[sequence.request_id]
+        if not self._live:
+            self._flight = None
         self._answer(sequence.output(reason, error), token, delta)
 
     def _answer(self, output: RequestOutput, token: int | None = None, delta: str = "") -> None:
@@ -317,7 +320,7 @@ class Engine:
             raise RequestError("the engine is still at work", fix="end the other stream first, or use add() and step()")
         self.cache.start_run()
         self.telling.start()
-        self._flight, self._ended = None, 0.0
+        self._flight = None
         self.clock.start()
         self.meter.start()
         named = self.intake.named(requests)

@@ -33,14 +33,12 @@ class Flight:
     Attributes:
         batch: sequences and how many tokens of each are computed.
         ready: places in the batch of those that get a token. logits: theirs, float32 [len(ready), V].
-        began: time of the start.
         stands: per sequence what it must be when the step ends: tokens that exist, and that are computed.
     """
 
     batch: list[tuple[Sequence, int]]
     ready: list[int]
     logits: Any
-    began: float
     stands: list[tuple[int, int]] = field(default_factory=list)
 
     def keep(self, running: Some[Sequence]) -> bool:

@@ -138,7 +138,7 @@ def _to_host(x: torch.Tensor) -> Callable[[], np.ndarray]:
     here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     here.copy_(x, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(x.device))
 
     def wait() -> np.ndarray:
         copied.synchronize()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.machinery
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kvframe_plugins import flashinfer as plugin
 from kvframe_plugins.flashinfer import FlashInferKernel
+from kvframe_plugins.flashinfer.wrappers import Turns
 from kvframe_plugins.no_codec import NoCodec
 from library_engines import check, engine_of
 from stand_ins import flashinfer as stand_in
@@ -163,3 +165,17 @@ class TestRealFlashInfer:
                         step = make_step(spec, requests, size, rule, device="cuda:0")
                         got = step.run(kernel).cpu().double()
                         torch.testing.assert_close(got, step.wanted(), atol=2e-2, rtol=2e-2)
+
+
+def test_two_wrappers_take_turns_with_plans():
+    """A step is planned while the one before it runs, and its plan lies in host memory of the wrapper."""
+
+    class Planned:
+        kind = SimpleNamespace(device=torch.device("cpu"))
+
+        def plan(self, number):
+            self.number = number
+
+    turns = Turns(Planned)
+    one, two, three = (turns.plan(n) for n in (1, 2, 3))
+    assert one is three and one is not two and (two.number, three.number) == (2, 3)

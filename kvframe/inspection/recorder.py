@@ -38,6 +38,7 @@ class Recorder:
 
     def __init__(self, engine: Engine):
         self.engine, self.cache = engine, engine.cache
+        engine.ahead = False  # the plan of a step is made within it
         self.pools = getattr(self.cache, "pools", ())
         self.index = getattr(self.cache, "index", None)
         self._number, self._ends = -1, [0] * len(self.pools)

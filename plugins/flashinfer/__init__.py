@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 import torch
 from kvframe_plugins.flashinfer.compiler import no_compiler
-from kvframe_plugins.flashinfer.wrappers import Kind, Wrappers
+from kvframe_plugins.flashinfer.wrappers import Decode, Kind, Prefill, Wrappers
 
 from kvframe.errors import OptionError
 from kvframe.kernels.library import LibraryKernel, slotwise
 from kvframe.kernels.pages import Pages, first_seen
+from kvframe.moving import sent
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -73,7 +74,7 @@ class FlashInferKernel(LibraryKernel):
         self._wrappers = Wrappers(backend, workspace_mib << 20)
         self._plan: StepPlan | None = None
         self._listed: dict[tuple[int, int], Listed] = {}
-        self._planned: set[Kind] = set()
+        self._planned: dict[Kind, Decode | Prefill] = {}  # who has the plan of this step
 
     def missing(self, device: torch.device) -> list[str]:
         if importlib.util.find_spec(PACKAGE) is None:
@@ -90,16 +91,15 @@ class FlashInferKernel(LibraryKernel):
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
     ) -> torch.Tensor:
         if self._plan is not plan:
-            self._plan, self._listed, self._planned = plan, {}, set()
+            self._plan, self._listed, self._planned = plan, {}, {}
         kind = self._kind(q, storage, plan)
         listed = self._pages(storage, plan, kind)
-        wrapper = self._wrappers.of(kind)
         if kind not in self._planned:
-            wrapper.plan(plan.host.query_starts, listed.host, listed.ids)
-            self._planned.add(kind)
+            turns = self._wrappers.of(kind)
+            self._planned[kind] = turns.plan(plan.host.query_starts, listed.host, listed.ids)
         self.clean(storage, listed.tail)
         k, v = (slotwise(planes["payload"], kind.page) for planes in (storage.k, storage.v))
-        return wrapper.run(q.contiguous(), k, v)
+        return self._planned[kind].run(q.contiguous(), k, v)
 
     def _kind(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> Kind:
         spec, window = storage.spec, storage.retention.window
@@ -115,6 +115,6 @@ class FlashInferKernel(LibraryKernel):
             group, window = plan.host.groups[storage.group], storage.retention.window
             first = None if window is None else first_seen(plan.host, group, window)
             found = Pages.of(group, storage.block_size, kind.page, first)
-            ids, tail = (torch.from_numpy(a).to(kind.device, non_blocking=True) for a in (found.ids, found.tail))
+            ids, tail = sent(found.ids, kind.device), sent(found.tail, kind.device)
             self._listed[key] = Listed(found, ids, tail)
         return self._listed[key]

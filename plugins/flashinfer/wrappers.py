@@ -8,7 +8,8 @@ Shape legend: T tokens of the step, R requests, Hq/Hkv query/KV heads, D size of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,18 +105,43 @@ class Prefill:
     run = Decode.run
 
 
+class Turns:
+    """Two wrappers that take turns with the plans of a kind.
+
+    A plan goes to the device out of host memory of the wrapper's own, and nobody waits for that copy; an engine plans a
+    step while the one before it runs (see kvframe.flight). So who is planned anew waits for its own last copy, which is
+    two plans old.
+    """
+
+    def __init__(self, make: Callable[[], Decode | Prefill]):
+        self._both = [(make(), None), (make(), None)]
+
+    def plan(self, *args: Any) -> Decode | Prefill:
+        """The wrapper that has this plan now."""
+        wrapper, copied = self._both.pop(0)
+        if copied is not None:
+            copied.synchronize()
+        wrapper.plan(*args)
+        if wrapper.kind.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(wrapper.kind.device))
+        self._both.append((wrapper, copied))
+        return wrapper
+
+
 class Wrappers:
     """The wrappers that were needed so far, and a buffer per device. Args: size: of a buffer, in bytes."""
 
     def __init__(self, backend: str, size: int):
         self.backend, self.size = backend, size
         self._buffers: dict[torch.device, torch.Tensor] = {}
-        self._made: dict[Kind, Decode | Prefill] = {}
+        self._made: dict[Kind, Turns] = {}
 
-    def of(self, kind: Kind) -> Decode | Prefill:
+    def of(self, kind: Kind) -> Turns:
         if kind not in self._made:
             if kind.device not in self._buffers:  # the library wants zeros
                 self._buffers[kind.device] = torch.zeros(self.size, dtype=torch.uint8, device=kind.device)
             buffer = self._buffers[kind.device]
-            self._made[kind] = Decode(kind, buffer) if kind.decoding else Prefill(kind, buffer, self.backend)
+            make = lambda: Decode(kind, buffer) if kind.decoding else Prefill(kind, buffer, self.backend)
+            self._made[kind] = Turns(make)
         return self._made[kind]

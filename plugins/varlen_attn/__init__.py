@@ -36,6 +36,7 @@ import torch.nn.attention as attention
 
 from kvframe.kernels.library import LibraryKernel, slotwise
 from kvframe.kernels.pages import tail
+from kvframe.moving import sent
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -151,6 +152,5 @@ def _todo(plan: StepPlan, group: int, block_size: int) -> Todo:
     dirty = np.concatenate([np.arange(page), tail(host, block_size, page)])
     starts = None
     if implementation() is None:
-        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(host.context_lens)]).astype(np.int32))
-        starts = starts.to(tables.device, non_blocking=True)
-    return Todo(tables, starts, torch.from_numpy(dirty).to(tables.device, non_blocking=True))
+        starts = sent(np.concatenate([[0], np.cumsum(host.context_lens)]).astype(np.int32), tables.device)
+    return Todo(tables, starts, sent(dirty, tables.device))
