@@ -88,7 +88,7 @@ GRID = {
     for codec in CODECS
     for layer in LAYERS
     for kernel in ALL
-    if (kernel != "store" or codec not in ("table", "int4", "int4 keys"))
+    if (kernel != "store" or codec not in ("two", "table", "int4", "int4 keys"))
     and (dtype == "bfloat16" or (layer, codec) in MORE)
     and (kernel != "careful" or codec in ("none", "e4m3", "int4"))
 }

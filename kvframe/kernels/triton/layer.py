@@ -108,8 +108,9 @@ class Layer:
 
     def decode_tiles(self) -> Tiles:
         rows, wide = max(16, padded(self.group)), self._wide
-        keys = 16 if wide > 1024 else 32 if wide > 512 or self._plain_products or self._ranged else 64
-        warps = 8 if wide > 512 and self._ranged else 4  # codes of a range take registers
+        few = wide > (512 if self.dtype == torch.float32 else 1024)
+        keys = 16 if few else 32 if wide > 512 or self._plain_products or self._ranged else 64
+        warps = 8 if wide > 512 and (self._ranged or self._plain_products) else 4  # these take registers
         return Tiles(rows, keys, warps, 3 if wide * keys * 3 <= 100 << 10 else 2)
 
     def prefill_tiles(self) -> Tiles:
