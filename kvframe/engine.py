@@ -50,6 +50,8 @@ class Engine:
             HFModel.replay); False: the modules run.
         cuda_graphs: decode steps are CUDA graphs on a GPU, with caches and kernels that allow it (see kvframe.graphs);
             not beside `compile`.
+        ahead: on a GPU the next decode step is started behind the one whose tokens are being chosen (see
+            kvframe.flight).
         compile: torch.compile runs the model's forward (see HFModel.compile); the first steps take long.
         hooks: caller of the plugins' watching hooks (see kvframe.hookspecs); None: nobody watches.
     """
@@ -69,6 +71,7 @@ class Engine:
         pack_weights=True,
         replay=True,
         cuda_graphs=True,
+        ahead=True,
         compile=False,
         hooks=None,
     ):
@@ -97,7 +100,7 @@ class Engine:
                 self.graphs = model.graphs(cache, max_len)
             else:
                 log.info("no CUDA graphs: a layer's codec, retention or kernel needs the host in each step")
-        self.ahead = model.device != "cpu"  # a step is started behind the one before it (see kvframe.flight)
+        self.ahead = ahead and model.device != "cpu"
         self._flight: Flight | None = None
 
     # -- requests --------------------------------------------------------------------------------------------

@@ -56,6 +56,6 @@ def test_a_step_ahead_changes_nothing(model):
     requests = [Request(prompt_tokens=list(range(5, 30 + 3 * i)), sampling=sampling) for i in range(9)]
     engine = build_engine(compose([*OWN, "cache=radix"]), model)
     got = [output.output_tokens for output in engine.generate(requests)]
-    engine.cache.reset()
-    engine.ahead = False
-    assert got == [output.output_tokens for output in engine.generate(requests)]
+    plain = build_engine(compose([*OWN, "cache=radix", "engine.ahead=false"]), model)
+    assert engine.ahead and not plain.ahead
+    assert got == [output.output_tokens for output in plain.generate(requests)]
