@@ -198,27 +198,27 @@ class Engine:
 
     def _start(self, batch: list[tuple[Sequence, int]]) -> Flight:
         """Starts a step."""
-        self.model.bind(self.cache)  # engines may share a model
         ready = [i for i, (s, n) in enumerate(batch) if s.computed + n == s.n]
         tokens = np.concatenate([s.tokens[s.computed : s.computed + n] for s, n in batch])
         return self._fly(batch, self.cache.plan(batch), tokens, ready)
 
     def _fly(self, batch, plan: StepPlan, tokens, ready: list[int]) -> Flight:
+        self.model.bind(self.cache)  # engines may share a model
         wanted = (np.cumsum([n for _, n in batch]) - 1)[ready]
         runner = self.graphs if self.graphs is not None and self.graphs.take(plan, wanted) else self.model
         return Flight(batch, ready, runner.forward(tokens, plan, wanted))  # logits [len(ready), V]
 
-    def _foresee(self) -> Callable | None:
-        """What starts the decode step that is sure to follow this one, as soon as its tokens are on the device."""
+    def _foresee(self, chosen: list[Sequence]) -> Callable:
+        """What starts the decode step that is sure to follow this one, as soon as the tokens of `chosen` are on the
+        device; nothing where that cannot be said."""
         going = foresee(self.scheduler, self.clock.now()) if self.ahead and self._flight is None else None
         if going is None:
-            return None
+            return lambda tokens: None
         batch = [(s, 1) for s in going]
         plan = self.cache.plan(batch)
 
-        def start(tokens, chosen: list[Sequence]) -> None:
+        def start(tokens) -> None:
             ids = picked(tokens, chosen, going).clamp(min=0)  # bad logits have -1
-            self.model.bind(self.cache)
             self._flight = self._fly(batch, plan, ids, [*range(len(batch))])
             self._flight.stands = [(s.n + 1, s.computed) for s in going]
 
@@ -253,10 +253,10 @@ class Engine:
             rows += [row] * len(family)
         if len(rows) > len(sequences):
             logits = logits[rows]
-        start = self._foresee()
+        start_next = self._foresee(chosen)
         inputs = [SampleInput(s.params, s.tokens, s.seed, s.outputs, s.name) for s in chosen]
         try:
-            drawn = sample(logits, inputs, lambda tokens: start and start(tokens, chosen))
+            drawn = sample(logits, inputs, start_next)
         except BadLogitsError as error:
             self._drop_bad(error, chosen, logits)
             return

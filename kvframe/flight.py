@@ -49,11 +49,10 @@ class Flight:
             for i, ((s, _), stand) in enumerate(zip(self.batch, self.stands))
             if id(s) in alive and (s.n, s.computed) == stand
         ]
-        if len(kept) < len(self.batch):
-            rows = [self.ready.index(i) for i in kept if i in self.ready]
-            self.logits = self.logits[rows]
-            self.ready = [place for place, i in enumerate(kept) if i in self.ready]
-            self.batch, self.stands = [self.batch[i] for i in kept], [self.stands[i] for i in kept]
+        if kept and len(kept) < len(self.batch):  # of a step that was started ahead everybody is ready
+            self.logits = self.logits[sent(np.array(kept), self.logits.device)]
+            self.ready = [*range(len(kept))]
+        self.batch, self.stands = [self.batch[i] for i in kept], [self.stands[i] for i in kept]
         return bool(kept)
 
 

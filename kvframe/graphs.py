@@ -101,10 +101,6 @@ class Static:
         if not known:
             self.ids[:n].copy_(tokens)
 
-    def moved(self, numbers: np.ndarray) -> torch.Tensor:
-        """`numbers [K]` on the device, without waiting for it."""
-        return sent(np.asarray(numbers, dtype=np.int64), self._there.device)
-
 
 class CudaCapture:
     """Records what a function starts on a device, on one stream; what it records shares memory.
@@ -198,7 +194,7 @@ class Graphs:
             replay()
             if len(logits_at) == len(tokens):
                 return logits[: len(tokens)].clone()  # the next step writes there
-            return logits[static.moved(logits_at)]
+            return logits[sent(np.asarray(logits_at, dtype=np.int64), self._device)]
 
     def _make(self, key: tuple[int, int, int], tokens, plan: StepPlan) -> bool:
         """Captures a bucket. False: it cannot be done, now and later."""

@@ -21,6 +21,7 @@ from kvframe.hf.replay.replayed import hooks, replayed
 from kvframe.hf.replay.tape import CannotReplay
 from kvframe.hf.verify import verify as verify_model
 from kvframe.kernels.cpu_linear import ROWS
+from kvframe.moving import sent
 from kvframe.types import LayerSpec, StepPlan
 
 log = logging.getLogger(__name__)
@@ -200,11 +201,9 @@ class HFModel:
             logits_at: int64 [K], rows of the step whose logits are wanted.
         Returns: float32 logits [K, V] on the model's device.
         """
-        ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.asarray(tokens, dtype=np.int64))
-        keep = torch.from_numpy(np.asarray(logits_at, dtype=np.int64))
-        if self.device != "cpu":
-            ids, keep = ids.to(self.device, non_blocking=True), keep.to(self.device, non_blocking=True)
-        return self._step(ids, plan, keep)
+        known = not isinstance(tokens, torch.Tensor)
+        ids = sent(np.asarray(tokens, dtype=np.int64), self.device) if known else tokens
+        return self._step(ids, plan, sent(np.asarray(logits_at, dtype=np.int64), self.device))
 
     @torch.inference_mode()
     def _step(self, ids: torch.Tensor, plan: StepPlan, keep: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from kvframe.kernels.cpu_layer import Layer, attend_name, layer_of
 from kvframe.kernels.cpu_prefill import prefill
 from kvframe.kernels.cpu_work import Deal, Work, split_work
 from kvframe.kernels.native import address, callback, run
+from kvframe.kernels.of_step import OfStep
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
@@ -40,8 +41,7 @@ class CpuKernel(Kernel):
     sink_queries = True
 
     def __init__(self):
-        self._plan: StepPlan | None = None
-        self._work: dict[tuple, Work] = {}
+        self._shared = OfStep()
         self._args = (ctypes.c_int64 * 32)()
         self._at = ctypes.addressof(self._args)
         self._buffers: dict[str, np.ndarray] = {}
@@ -137,13 +137,8 @@ class CpuKernel(Kernel):
 
     def _prepare(self, layer: Layer, storage: LayerStorage, plan: StepPlan) -> Work:
         """What all layers of a group share, made once per step."""
-        if self._plan is not plan:
-            self._plan, self._work = plan, {}
-        work = self._work.get(layer.key)
-        if work is None:
-            made = split_work(plan.host or plan, *layer.key, storage.retention.sink_position)
-            work = self._work[layer.key] = made
-        return work
+        split = lambda: split_work(plan.host or plan, *layer.key, storage.retention.sink_position)
+        return self._shared.get(plan, layer.key, split)
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, layer: Layer, storage: LayerStorage, work: Work) -> None:
         """Fills the rows of `out [T, Hq, Dv]` that belong to decode tokens."""

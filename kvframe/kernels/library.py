@@ -20,10 +20,10 @@ from abc import abstractmethod
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels.nvidia import wrong_device
 from kvframe.storage import LayerStorage
 from kvframe.types import LayerSpec, StepPlan
 
-OLDEST = (8, 0)  # compute capability
 DTYPES = ("bfloat16", "float16")
 
 
@@ -82,15 +82,3 @@ class LibraryKernel(Kernel):
 def slotwise(plane: torch.Tensor, page: int | None = None) -> torch.Tensor:
     """A plane `[N, S, ...]` as `[N * S, ...]`, or as pages `[N * S / P, P, ...]`."""
     return plane.view(-1, *plane.shape[2:]) if page is None else plane.view(-1, page, *plane.shape[2:])
-
-
-def wrong_device(device: torch.device) -> list[str]:
-    """Why it is none of NVIDIA's from compute capability 8.0 on; empty when it is."""
-    if device.type != "cuda":
-        return [f"it runs on CUDA devices, not on {device}"]
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return ["torch finds no CUDA device of NVIDIA's (torch.cuda.is_available())"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        return [f"it needs compute capability 8.0, and {device} has {'.'.join(map(str, capability))}"]
-    return []

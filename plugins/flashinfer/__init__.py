@@ -33,6 +33,7 @@ from kvframe_plugins.flashinfer.wrappers import Decode, Kind, Prefill, Wrappers
 
 from kvframe.errors import OptionError
 from kvframe.kernels.library import LibraryKernel, slotwise
+from kvframe.kernels.of_step import OfStep
 from kvframe.kernels.pages import Pages, first_seen
 from kvframe.moving import sent
 from kvframe.storage import LayerStorage
@@ -72,9 +73,7 @@ class FlashInferKernel(LibraryKernel):
         if isinstance(workspace_mib, bool) or not isinstance(workspace_mib, int) or workspace_mib < 1:
             raise OptionError("workspace_mib", workspace_mib, options=["an integer >= 1"], fix="{name}=128")
         self._wrappers = Wrappers(backend, workspace_mib << 20)
-        self._plan: StepPlan | None = None
-        self._listed: dict[tuple[int, int], Listed] = {}
-        self._planned: dict[Kind, Decode | Prefill] = {}  # who has the plan of this step
+        self._shared = OfStep()
 
     def missing(self, device: torch.device) -> list[str]:
         if importlib.util.find_spec(PACKAGE) is None:
@@ -90,16 +89,13 @@ class FlashInferKernel(LibraryKernel):
     def attend(
         self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan, sink_q: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self._plan is not plan:
-            self._plan, self._listed, self._planned = plan, {}, {}
-        kind = self._kind(q, storage, plan)
-        listed = self._pages(storage, plan, kind)
-        if kind not in self._planned:
-            turns = self._wrappers.of(kind)
-            self._planned[kind] = turns.plan(plan.host.query_starts, listed.host, listed.ids)
+        kind, key = self._kind(q, storage, plan), (storage.group, storage.block_size)
+        listed: Listed = self._shared.get(plan, key, lambda: _pages(storage, plan, kind))
+        turns, given = self._wrappers.of(kind), (plan.host.query_starts, listed.host, listed.ids)
+        wrapper: Decode | Prefill = self._shared.get(plan, kind, lambda: turns.plan(*given))
         self.clean(storage, listed.tail)
         k, v = (slotwise(planes["payload"], kind.page) for planes in (storage.k, storage.v))
-        return self._planned[kind].run(q.contiguous(), k, v)
+        return wrapper.run(q.contiguous(), k, v)
 
     def _kind(self, q: torch.Tensor, storage: LayerStorage, plan: StepPlan) -> Kind:
         spec, window = storage.spec, storage.retention.window
@@ -109,12 +105,9 @@ class FlashInferKernel(LibraryKernel):
         heads = spec.q_heads, spec.kv_heads, spec.k_dim
         return Kind(q.device, q.dtype, storage.group, decoding, *heads, spec.scale, spec.softcap or 0.0, left, page)
 
-    def _pages(self, storage: LayerStorage, plan: StepPlan, kind: Kind) -> Listed:
-        key = storage.group, storage.block_size
-        if key not in self._listed:
-            group, window = plan.host.groups[storage.group], storage.retention.window
-            first = None if window is None else first_seen(plan.host, group, window)
-            found = Pages.of(group, storage.block_size, kind.page, first)
-            ids, tail = sent(found.ids, kind.device), sent(found.tail, kind.device)
-            self._listed[key] = Listed(found, ids, tail)
-        return self._listed[key]
+
+def _pages(storage: LayerStorage, plan: StepPlan, kind: Kind) -> Listed:
+    group, window = plan.host.groups[storage.group], storage.retention.window
+    first = None if window is None else first_seen(plan.host, group, window)
+    found = Pages.of(group, storage.block_size, kind.page, first)
+    return Listed(found, sent(found.ids, kind.device), sent(found.tail, kind.device))

@@ -39,6 +39,19 @@ class Kind(NamedTuple):
     window_left: int
     page: int
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What the plans of both wrappers are told in this order."""
+        return self.q_heads, self.kv_heads, self.dim, self.page
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What they are told by name."""
+        return {
+            "window_left": self.window_left, "logits_soft_cap": self.softcap, "sm_scale": self.scale,
+            "q_data_type": self.dtype, "kv_data_type": self.dtype,
+        }  # fmt: skip
+
 
 class Decode:
     """One query per request, which sees all that is listed."""
@@ -52,21 +65,8 @@ class Decode:
 
     def plan(self, query_starts: np.ndarray, pages: Pages, ids: torch.Tensor) -> None:
         """query_starts int32 [R + 1] and pages on the host, ids int32 [M] on the device."""
-        kind = self.kind
-        self.wrapper.plan(
-            torch.from_numpy(pages.starts),
-            ids,
-            torch.from_numpy(pages.last),
-            kind.q_heads,
-            kind.kv_heads,
-            kind.dim,
-            kind.page,
-            window_left=kind.window_left,
-            logits_soft_cap=kind.softcap,
-            q_data_type=kind.dtype,
-            kv_data_type=kind.dtype,
-            sm_scale=kind.scale,
-        )
+        starts, last = torch.from_numpy(pages.starts), torch.from_numpy(pages.last)
+        self.wrapper.plan(starts, ids, last, *self.kind.sizes, **self.kind.options)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """`q [T, Hq, D]`, `k` and `v [pages, P, Hkv, D]` -> `[T, Hq, D]`."""
@@ -84,23 +84,9 @@ class Prefill:
 
     def plan(self, query_starts: np.ndarray, pages: Pages, ids: torch.Tensor) -> None:
         """As in Decode."""
-        kind = self.kind
-        self.wrapper.plan(
-            torch.from_numpy(query_starts),
-            torch.from_numpy(pages.starts),
-            ids,
-            torch.from_numpy(pages.last),
-            kind.q_heads,
-            kind.kv_heads,
-            kind.dim,
-            kind.page,
-            causal=True,
-            window_left=kind.window_left,
-            logits_soft_cap=kind.softcap,
-            q_data_type=kind.dtype,
-            kv_data_type=kind.dtype,
-            sm_scale=kind.scale,
-        )
+        starts, last = torch.from_numpy(pages.starts), torch.from_numpy(pages.last)
+        queries = torch.from_numpy(query_starts)
+        self.wrapper.plan(queries, starts, ids, last, *self.kind.sizes, causal=True, **self.kind.options)
 
     run = Decode.run
 

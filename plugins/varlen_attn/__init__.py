@@ -35,6 +35,7 @@ import torch
 import torch.nn.attention as attention
 
 from kvframe.kernels.library import LibraryKernel, slotwise
+from kvframe.kernels.of_step import OfStep
 from kvframe.kernels.pages import tail
 from kvframe.moving import sent
 from kvframe.storage import LayerStorage
@@ -64,8 +65,7 @@ class VarlenAttnKernel(LibraryKernel):
     name = "varlen_attn"
 
     def __init__(self):
-        self._plan: StepPlan | None = None
-        self._todo: dict[tuple[int, int], Todo] = {}
+        self._shared = OfStep()
 
     def missing(self, device: torch.device) -> list[str]:
         if device.type != "cuda":
@@ -97,12 +97,8 @@ class VarlenAttnKernel(LibraryKernel):
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if self._plan is not plan:
-            self._plan, self._todo = plan, {}
         key, spec = (storage.group, storage.block_size), storage.spec
-        if key not in self._todo:
-            self._todo[key] = _todo(plan, *key)
-        todo = self._todo[key]
+        todo = self._shared.get(plan, key, lambda: _todo(plan, *key))
         self.clean(storage, todo.dirty)
         k, v = (slotwise(planes["payload"], _page(storage.block_size)) for planes in (storage.k, storage.v))
         return varlen_attn(

@@ -88,12 +88,7 @@ def decode_kernel(
     sealed = end
     if K_GROUP > 1 or V_GROUP > 1:  # tiles before this position hold codes only
         k_own, v_own = (length - 1) // K_GROUP * K_GROUP, (length - 1) // V_GROUP * V_GROUP
-        sealed = length - 1
-        if K_GROUP > 1:
-            sealed = tl.minimum(sealed, k_own)
-        if V_GROUP > 1:
-            sealed = tl.minimum(sealed, v_own)
-        sealed = tl.minimum(sealed // N * N, end)
+        sealed = tl.minimum(tl.minimum(k_own, v_own) // N * N, end)
     for start in range(begin, sealed, N):
         acc, most, total = attend_tile(
             acc, most, total, query, other, q_pos, length - 1, length - 1, start, table, head, scale, softcap,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from kvframe.interfaces import Codec, Kernel, Retention
+from kvframe.kernels.nvidia import wrong_device
+from kvframe.kernels.of_step import OfStep
 from kvframe.kernels.reference import ReferenceKernel
 from kvframe.kernels.triton.layer import LARGEST, Layer
 from kvframe.kernels.triton.sides import DTYPES, Side, unreadable
@@ -20,8 +22,6 @@ from kvframe.kernels.triton.work import groups, work
 from kvframe.storage import LayerStorage
 from kvframe.tails import Raw
 from kvframe.types import LayerSpec, StepPlan
-
-OLDEST = (8, 0)  # compute capability
 
 
 class TritonKernel(Kernel):
@@ -36,8 +36,7 @@ class TritonKernel(Kernel):
     sealing = True
 
     def __init__(self):
-        self._plan: StepPlan | None = None
-        self._made: dict[tuple, Any] = {}
+        self._shared = OfStep()
         self._plain = ReferenceKernel()
 
     def unsupported(
@@ -120,12 +119,7 @@ class TritonKernel(Kernel):
 
     def _of_step(self, plan: StepPlan, make: Callable, *args: int) -> Any:
         """`make(plan, *args)`, once per step."""
-        if self._plan is not plan:
-            self._plan, self._made = plan, {}
-        key = make, *args
-        if key not in self._made:
-            self._made[key] = make(plan, *args)
-        return self._made[key]
+        return self._shared.get(plan, (make, *args), lambda: make(plan, *args))
 
 
 def _in_rows(q: torch.Tensor) -> torch.Tensor:
@@ -136,11 +130,4 @@ def _in_rows(q: torch.Tensor) -> torch.Tensor:
 def _wrong_device(device: torch.device) -> list[str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return [] if device.type == "cpu" else [f"TRITON_INTERPRET=1 runs it on the CPU, not on {device}"]
-    if device.type != "cuda":
-        return [f"it runs on CUDA devices, not on {device}"]
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return ["torch finds no CUDA device (torch.cuda.is_available())"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        return [f"it needs compute capability 8.0, and {device} has {'.'.join(map(str, capability))}"]
-    return []
+    return wrong_device(device)

@@ -40,6 +40,13 @@ from kvframe.kernels.triton.tile import LOG2E, attend_tile, spoil_tile
 from kvframe.kernels.weighing import weigh
 
 
+@triton.jit
+def masked_start(i, sunk, sunk_open, low, edge, diagonal, N: tl.constexpr):
+    """Where the masked tile number i starts: open ones of the sinks, then those of the edge, then the diagonal."""
+    start = tl.where(i < sunk_open + edge, low + (i - sunk_open) * N, diagonal + (i - sunk_open - edge) * N)
+    return tl.where(i < sunk_open, (sunk + i) * N, start)
+
+
 @triton.jit(do_not_specialize=["columns"])
 def prefill_kernel(
     q, q_token, q_head, second, s_token, s_head, tables, columns, lengths, starts, tiles,
@@ -119,9 +126,8 @@ def prefill_kernel(
     edge = (up - low) // N
     masked = sunk_open + edge + (last - diagonal) // N + 1
     for i in range(0, masked):
-        start = tl.where(i < sunk_open + edge, low + (i - sunk_open) * N, diagonal + (i - sunk_open - edge) * N)
+        start = masked_start(i, sunk, sunk_open, low, edge, diagonal, N)
         if OPEN:
-            start = tl.where(i < sunk_open, (sunk + i) * N, start)
             acc, most, total = attend_open_tile(
                 acc, most, total, query, other, q_pos, first, last, start, table, head, scale, softcap,
                 k, k_scale, k_table, k_fixed, k_zero, k_raw, k_base,
@@ -139,9 +145,8 @@ def prefill_kernel(
 
     if CAREFUL:
         for i in range(0, masked):
-            start = tl.where(i < sunk_open + edge, low + (i - sunk_open) * N, diagonal + (i - sunk_open - edge) * N)
+            start = masked_start(i, sunk, sunk_open, low, edge, diagonal, N)
             if OPEN:
-                start = tl.where(i < sunk_open, (sunk + i) * N, start)
                 acc = spoil_open_tile(
                     acc, q_pos, first, last, start, table, head, v, v_table, v_scale, v_zero, v_raw, v_base,
                     HEADS, BLOCK, WINDOW, SINKS, V_DIM, DV, N, V_KIND, V_NUMBER, V_BITS, V_SPAN, V_GROUP, HARDWARE,

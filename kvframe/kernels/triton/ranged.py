@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(2.0**126)  # no difference of two numbers up to this one overflows float32
+from kvframe.kernels.triton import sides
+
+FAR = tl.constexpr(sides.FAR)  # no difference of two numbers up to this one overflows float32
 LEAST = tl.constexpr(2.0**-126)  # smallest normal float32
 HALF = tl.constexpr(65504.0)  # the largest float16
 WIDEST = tl.constexpr(3.3895313892515355e38)  # the largest bfloat16

@@ -25,10 +25,8 @@ import triton.language as tl
 from kvframe.kernels.triton.launch import Launch
 from kvframe.kernels.triton.layer import padded
 from kvframe.kernels.triton.ranged import entry, factors, pack, ranged_codes
-from kvframe.kernels.triton.sides import Side
+from kvframe.kernels.triton.sides import FAR, Side
 from kvframe.kernels.triton.work import Groups
-
-FAR = 2.0**126
 
 
 @triton.jit
@@ -153,7 +151,7 @@ def seal(
     Args:
         x: [T, Hkv, D]. tables, lengths, starts, tail_rows: of the step, see GroupPlan and StepPlan (`rows`).
         groups: which groups get a token; None where every request gets one token.
-        raw: [groups.total, Hkv, D], filled; None with `groups` None.
+        raw: [n, Hkv, D] with n = groups.starts[-1], filled; None with `groups` None.
     """
     for launch in starts_of(x, side, block_size, tables, lengths, starts, tail_rows, groups, raw):
         launch.run()
